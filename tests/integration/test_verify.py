@@ -16,6 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.file_manifest import ManifestedFolder
 from slipstream.learner.controller.records.journal import batch_path, encoded
 from slipstream.learner.controller.records.kinds import _KINDS
+from slipstream.learner.controller.reporting.row_history import open_rows
 from slipstream.protocol.checkpoints import write_export_manifest
 from slipstream.v1 import trainer_pb2
 from support.rigs.planted_run import STEPS, Planted, digest_of, make_whole_run
@@ -36,8 +37,15 @@ def planted(whole_run: Path, tmp_path: Path) -> Planted:
 def test_a_whole_run_has_no_fault(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
     assert planted.faults() == []
     assert run_verify(planted.folder) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    unchecked, line = capsys.readouterr().out.splitlines()
+    assert unchecked == "not checked: journal/rows"
     assert re.search(rf"/r: {STEPS} steps, \d+ trained tokens, at most [12] late; faults: 0$", line)
+
+
+def test_the_end_of_a_run_stores_what_a_start_needs_of_its_rows(whole_run: Path) -> None:
+    history, num_bytes = open_rows(whole_run, pytest.fail)
+    assert history.newest_version == STEPS
+    assert num_bytes == (whole_run / "metrics.jsonl").stat().st_size
 
 
 def ended_name(planted: Planted) -> str:
@@ -402,7 +410,7 @@ def test_what_has_no_digest_is_named(
     line, _ = capsys.readouterr().out.splitlines()
     assert line == (
         "not checked: checkpoints/final (absent), checkpoints/kept.json, journal/batches/ "
-        "(1 file), link, logs/ (2 files), page.html"
+        "(1 file), journal/rows, link, logs/ (2 files), page.html"
     )
 
 
@@ -414,7 +422,7 @@ def test_operations_of_an_earlier_release_are_read_and_named(planted: Planted) -
     planted.sign()
     findings = examine(planted.folder)
     assert findings.faults == []
-    assert findings.unchecked == ["operations/ (1 file)"]
+    assert findings.unchecked == ["journal/rows", "operations/ (1 file)"]
 
 
 def test_a_start_behind_the_summary_is_told(planted: Planted) -> None:
@@ -591,6 +599,6 @@ def test_rows_that_a_crash_cut_off_are_no_fault(
     planted.sign()
     text = "groups.jsonl lacks 3 of the 4 groups of step 3"
     assert run_verify(planted.folder) == (0 if starts_again else 1), examine(planted.folder)
-    line, end = capsys.readouterr().out.splitlines()
+    line, _, end = capsys.readouterr().out.splitlines()
     assert line == (f"{text}, lost in a crash" if starts_again else text)
     assert end.endswith(f"faults: {0 if starts_again else 1}")

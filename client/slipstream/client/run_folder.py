@@ -507,12 +507,29 @@ def _top_k(config: Config) -> int | None:
 
 
 LINE_BYTES = 64 << 20
+_BLOCK_BYTES = 1 << 16
 
 
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
     """Yields the lines of a file with their newlines; of a line beyond `LINE_BYTES` its parts."""
     while line := file.readline(LINE_BYTES):
         yield line
+
+
+def end_of_lines(path: Path) -> int:
+    """Returns the byte behind the last newline of a file, or 0 if it has none or is missing."""
+    if not path.is_file():
+        return 0
+    with open_regular(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            begin = max(0, end - _BLOCK_BYTES)
+            file.seek(begin)
+            place = file.read(end - begin).rfind(b"\n")
+            if place >= 0:
+                return begin + place + 1
+            end = begin
+    return 0
 
 
 def parsed(data: bytes) -> JsonValue:

@@ -40,7 +40,7 @@ from slipstream.client.environment_loader import running_place
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.client.launch.preflight import CHECKED_CALLS, RUN_AUDIT_S, SLOW_S, limits_of
 from slipstream.client.page import PAGE
-from slipstream.client.run_folder import FoundRun, parsed, read_summary
+from slipstream.client.run_folder import FoundRun, end_of_lines, parsed, read_summary
 from slipstream.client.status import RunStatus
 from slipstream.client.terminal import complain
 from slipstream.core.arguments import Count, checked, kind_of, of_kind
@@ -144,10 +144,8 @@ class Run:
 
     def __init__(self, plan: _Plan) -> None:
         self._plan = plan
-        metrics = self.folder / METRICS
-        rows = metrics.read_bytes() if metrics.is_file() else b""
         # A torn last line is removed when the run goes on.
-        self._offset = rows.rfind(b"\n") + 1
+        self._offset = end_of_lines(self.folder / METRICS)
         self._begin()
 
     def __enter__(self) -> Run:

@@ -10,6 +10,7 @@ import pytest
 from slipstream.client.run_folder import (
     check_run_folder,
     check_unwritten,
+    end_of_lines,
     hold_folder,
     hold_run_folder,
     make_run_folder,
@@ -211,3 +212,12 @@ def test_an_export_in_the_way_of_another_says_how_to_go_on(tmp_path: Path) -> No
         check_unwritten(Path("/proc/x/y"))
     with pytest.raises(ConfigError, match=f"^{tmp_path} exists already: remove it, or name anoth"):
         check_unwritten(tmp_path)
+
+
+@pytest.mark.parametrize("rest", [0, 1, 100_000])
+@pytest.mark.parametrize("lines", [0, 1, 3])
+def test_the_end_of_the_last_whole_line_is_found(tmp_path: Path, lines: int, rest: int) -> None:
+    path = tmp_path / "rows"
+    assert end_of_lines(path) == 0
+    path.write_bytes(b"0123456789\n" * lines + b"x" * rest)
+    assert end_of_lines(path) == 11 * lines

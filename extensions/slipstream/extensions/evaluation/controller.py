@@ -163,8 +163,10 @@ class Evaluator(Part):
     def restore(self, history: RunHistory) -> None:
         """Requests the newest due evaluation if it has no result."""
         measured = max((record.version for record in history.evaluations), default=-1)
-        due = [step for step in range(history.version.step + 1) if step == 0 or self._is_due(step)]
-        self._wanted_step = due[-1] if due[-1] > measured else None
+        # The start is always due.
+        versions = range(history.version.step, 0, -1)
+        newest_due = next(filter(self._is_due, versions), 0)
+        self._wanted_step = newest_due if newest_due > measured else None
 
     async def run_forever(self) -> None:
         """Starts rounds and leases their episodes until the task is cancelled."""

@@ -31,7 +31,7 @@ from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.state import RecordedBatch
+from slipstream.learner.controller.records.recorded_steps import RecordedBatch
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,

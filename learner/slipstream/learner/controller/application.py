@@ -396,14 +396,14 @@ def _check_end(journal: Journal, history: RunHistory, folder: Path) -> None:
     num_batches = history.next_step
     newer = ""
     saved = max(complete_steps(folder.parent / CHECKPOINTS), default=0)
-    step, attempt = max(journal.kept_batches(), default=(0, 0))
+    # Batches have no gaps, so that the first one behind a lost one shows the loss.
+    unknown = journal.path(num_batches + 1)
     if saved > version:
         path = checkpoint_path(folder.parent / CHECKPOINTS, saved)
         newer = f"{path} is of version {saved}"
         ends = f"ends at version {version}"
-    elif step > num_batches:
-        path = journal.path(step, attempt)
-        newer = f"{path} is of step {step + 1}"
+    elif unknown.is_file():
+        newer = f"{unknown} is of step {num_batches + 2}"
         ends = f"holds {num_batches} batches"
     if newer:
         log = folder / JOURNAL_LOG

@@ -41,7 +41,7 @@ from slipstream.learner.controller.leasing.shares import Mixture
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
-from slipstream.learner.controller.records.state import JournaledStep, batch_name
+from slipstream.learner.controller.records.recorded_steps import JournaledStep, batch_name
 from slipstream.learner.controller.run import Run, Stopwatch
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import (

@@ -23,7 +23,7 @@ from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.records.state import RecordedBatch
+from slipstream.learner.controller.records.recorded_steps import RecordedBatch
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
 from slipstream.v1 import fleet_pb2, trainer_pb2

@@ -48,9 +48,15 @@ from slipstream.learner.controller.records.batch_files import (
     StoredBatch,
     write_batch_file,
 )
+from slipstream.learner.controller.records.file_beginnings import (
+    TAIL_BYTES,
+    prefix_crc32,
+    tail_crc32,
+)
 from slipstream.learner.controller.records.history import REMEDY, settled_by
 from slipstream.learner.controller.records.kinds import Record, ServerTokens, fields_of
-from slipstream.learner.controller.records.state import RecordedBatch, RunState, attempt_of
+from slipstream.learner.controller.records.recorded_steps import RecordedBatch, attempt_of
+from slipstream.learner.controller.records.state import RunState
 from slipstream.protocol.queue.base import Amount
 from slipstream.v1 import trajectory_pb2
 
@@ -350,6 +356,9 @@ class JournalReader:
         for path, end in _logs(self._folder):
             if path.name in self._earlier:
                 continue
+            if self.line >= self._last_line:
+                # A log that is behind it has not been read at all.
+                return
             part = self._parts.get(path.name) or LogPart(path.name, 0, 0, 0)
             self._parts[path.name] = part
             with open_regular(path) as file:
@@ -382,8 +391,27 @@ class JournalReader:
                     self.line = number
                     yield record
 
-    def is_as_read(self) -> bool:
-        """Whether the logs still begin with what was read, and no later log takes its place."""
+    def tails(self) -> list[int | None]:
+        """Returns the CRC-32 of the last `TAIL_BYTES` of each part of `logs`; reads no more."""
+        return [tail_crc32(self._folder / part.name, part.num_bytes) for part in self.logs]
+
+    def is_as_read(self, tails: Sequence[int | None] | None = None) -> bool:
+        """Whether the logs still begin with what was read, and no later log takes its place.
+
+        With `tails`, which that method returned, only these bytes are read again.
+        """
+        if not self._is_placed():
+            return False
+        if tails is not None:
+            return self.tails() == list(tails)
+        for part in self.logs:
+            crc32 = prefix_crc32(self._folder / part.name, part.num_bytes)
+            if crc32 != part.crc32:
+                return False
+        return True
+
+    def _is_placed(self) -> bool:
+        """Whether the logs that were read are the first ones, as far as they were read."""
         ends = {path.name: (path, end) for path, end in _logs(self._folder)}
         names = [path.name for path in journal_logs(self._folder)]
         parts = self.logs
@@ -394,22 +422,9 @@ class JournalReader:
             # The last line may lack its newline: a writer goes on in a log of its own.
             if self.line >= end and part is parts[-1]:
                 return False
-            if _prefix_crc32(path, part.num_bytes) != part.crc32:
+            if path.stat().st_size < part.num_bytes:
                 return False
         return True
-
-
-def _prefix_crc32(path: Path, num_bytes: int) -> int | None:
-    """Returns the CRC-32 of the first bytes of a file, or None if it has fewer."""
-    crc32 = 0
-    with open_regular(path) as file:
-        while num_bytes > 0:
-            data = file.read(min(num_bytes, 1 << 20))
-            if not data:
-                return None
-            crc32 = zlib.crc32(data, crc32)
-            num_bytes -= len(data)
-    return crc32
 
 
 def _parse(text: bytes) -> dict[str, JsonValue] | None:
@@ -513,12 +528,32 @@ def _count_lines(folder: Path) -> int:
     for path, end in reversed(_logs(folder)):
         first = _first_number(path)
         if first is not None:
-            with open_regular(path) as file:
-                num_records = sum(
-                    line.endswith(b"\n") or _whole_record(line) is not None for line in file
-                )
-            return min(first + num_records, int(min(end, first + num_records))) - 1
+            last = _last_number(path)
+            if last is None:
+                with open_regular(path) as file:
+                    num_records = sum(
+                        line.endswith(b"\n") or _whole_record(line) is not None for line in file
+                    )
+                last = first + num_records - 1
+            return min(last, int(min(end - 1, last)))
     return 0
+
+
+def _last_number(path: Path) -> int | None:
+    """Returns the line number of a log's last whole record, or None if its end does not show it."""
+    with open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+        # The first line of these bytes may lack its beginning.
+        lines = file.read().splitlines(keepends=True)
+    for line in reversed(lines):
+        text = _whole_record(line)
+        record = None if text is None else _parse(text)
+        number = None if record is None else record.get(LINE)
+        if isinstance(number, int):
+            return number
+        if line.endswith(b"\n"):
+            break
+    return None
 
 
 def read_batch(folder: Path, step: int, crc32: int, attempt: int = 0) -> StoredBatch:

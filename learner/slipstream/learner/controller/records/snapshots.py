@@ -5,7 +5,7 @@
     the release and the source that wrote it; the logs up to there, with checksums; the state
 
 The journal alone decides: a snapshot of other logs, of another release, or a damaged one is told,
-and the journal is read whole.
+and the journal is read whole. The first snapshot that a start writes reads all logs again.
 
 Consumes: durable records. Produces: the file `journal/snapshot`. Waits for: time. Unblocked by: the
 clock.
@@ -30,13 +30,14 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.records.journal import Journal, JournalReader, LogPart
+from slipstream.learner.controller.records.recorded_steps import BatchTable, StepTable
 from slipstream.learner.controller.records.task_table import TaskTable
 from slipstream.learner.controller.servers import server_epochs
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.protocol.release import RELEASE
 
 # Classes that encode their content themselves.
-_STORED = (GroupSteps, SeenIds, ServerEpochs, TaskTable)
+_STORED = (BatchTable, GroupSteps, SeenIds, ServerEpochs, StepTable, TaskTable)
 # Takes a warning in one line.
 Tell: TypeAlias = Callable[[str], None]
 NAME = "snapshot"
@@ -55,6 +56,8 @@ class Snapshot(msgspec.Struct, array_like=True):
     source: str
     line: int
     logs: list[LogPart]
+    # Checksums of the last bytes of these parts.
+    tails: list[int | None]
     # The encoded history, which only the same source reads.
     history: bytes
 
@@ -63,7 +66,14 @@ def _source_digest() -> str:
     """Returns a digest of the modules that say what a history is."""
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     folder = Path(__file__).parent
-    names = ("history.py", "kinds.py", "snapshots.py", "state.py", "task_table.py")
+    names = (
+        "history.py",
+        "kinds.py",
+        "recorded_steps.py",
+        "snapshots.py",
+        "state.py",
+        "task_table.py",
+    )
     for path in [*(folder / name for name in names), Path(server_epochs.__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()
@@ -102,8 +112,13 @@ def _typed(kind: Any, stored: Any) -> object:  # noqa: ANN401 - a type as msgspe
     raise NotImplementedError(str(kind))
 
 
-def open_history(folder: Path, tell: Tell) -> tuple[RunHistory, JournalReader]:
+def open_history(
+    folder: Path, tell: Tell, *, is_start: bool = True
+) -> tuple[RunHistory, JournalReader]:
     """Returns the state of the newest snapshot, and a reader of the records behind it.
+
+    A start recognises the logs by the last bytes that the snapshot knows, so that a long run starts
+    as soon as a short one; without `is_start` their whole checksums are compared.
 
     Without a snapshot of these logs the state is empty, and the reader begins at the first record;
     `tell` gets the cause if there is one that cannot be used.
@@ -115,7 +130,8 @@ def open_history(folder: Path, tell: Tell) -> tuple[RunHistory, JournalReader]:
     try:
         snapshot = _read(path)
         reader = JournalReader(folder, snapshot.logs, line=snapshot.line)
-        problem = "" if reader.is_as_read() else "it is of another journal than the one beside it"
+        is_same = reader.is_as_read(snapshot.tails if is_start else None)
+        problem = "" if is_same else "it is of another journal than the one beside it"
     except OSError as error:
         problem = f"it cannot be read: {error.strerror}"
     except ValueError as error:
@@ -133,7 +149,10 @@ def _read(path: Path) -> Snapshot:
     digest = data[len(_MAGIC) : begin]
     if data[: len(_MAGIC)] != _MAGIC or digest != _digest(data[begin:]):
         raise ValueError("it is damaged")
-    snapshot = msgspec.msgpack.decode(data[begin:], type=Snapshot)
+    try:
+        snapshot = msgspec.msgpack.decode(data[begin:], type=Snapshot)
+    except msgspec.ValidationError:
+        raise ValueError("another release wrote it") from None
     if (snapshot.release, snapshot.source) != (RELEASE, _SOURCE):
         raise ValueError(f"release {snapshot.release} wrote it")
     return snapshot
@@ -148,10 +167,17 @@ def write_snapshot(folder: Path, last_line: int, tell: Tell) -> None:
 
     Raises ProtocolError if the journal is damaged, and OSError if the file cannot be written.
     """
-    history, reader = open_history(folder, tell)
+    history, reader = open_history(folder, tell, is_start=False)
     behind = JournalReader(folder, reader.logs, line=reader.line, last_line=last_line)
     history = read_history(behind, history, line=reader.line)
-    snapshot = Snapshot(RELEASE, _SOURCE, behind.line, behind.logs, encode_history(history))
+    snapshot = Snapshot(
+        release=RELEASE,
+        source=_SOURCE,
+        line=behind.line,
+        logs=behind.logs,
+        tails=behind.tails(),
+        history=encode_history(history),
+    )
     data = msgspec.msgpack.encode(snapshot)
     replace_file(folder / NAME, _MAGIC + _digest(data) + data)
 

@@ -14,6 +14,12 @@ from slipstream.core.errors import ProtocolError
 from slipstream.core.types import FULL_REWARD, GroupId, PolicyVersion, TrajectoryId, TrajectoryName
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd
+from slipstream.learner.controller.records.recorded_steps import (
+    BatchTable,
+    JournaledStep,
+    RecordedBatch,
+    StepTable,
+)
 from slipstream.learner.controller.records.task_table import TaskTable
 
 START = PolicyVersion(0, 0)
@@ -61,30 +67,6 @@ class OpenGroup:
     has_result: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedBatch:
-    """The journal's record of the batch of a step."""
-
-    step: int
-    batch_id: str
-    crc32: int
-    # Number of its sampled tokens.
-    tokens: int = 0
-
-    @property
-    def attempt(self) -> int:
-        """Number of earlier batches of the same step that were set aside."""
-        return attempt_of(self.batch_id)
-
-
-@dataclass(frozen=True, slots=True)
-class JournaledStep:
-    """The version that the trainer made from a batch."""
-
-    version: PolicyVersion
-    digest: str
-
-
 @dataclass
 class EnvironmentCounts:
     """Counts of an environment's groups."""
@@ -114,9 +96,9 @@ class RunState:
     # The first step whose batch is not in the journal.
     next_step: int = 0
     open_groups: dict[GroupId, OpenGroup] = field(default_factory=dict)
-    # Batches that were not set aside, and the newest record of each step, without those forgotten.
-    batches: dict[int, RecordedBatch] = field(default_factory=dict)
-    steps: dict[int, JournaledStep] = field(default_factory=dict)
+    # Batches that were not set aside, and the newest record of each step.
+    batches: BatchTable = field(default_factory=BatchTable)
+    steps: StepTable = field(default_factory=StepTable)
     # Earlier records of steps that were made again, in the order in which others replaced them.
     replaced: list[JournaledStep] = field(default_factory=list)
     # The newest version that the trainer made. A step that is repeated and gives other weights
@@ -373,14 +355,3 @@ class RunState:
         incarnation = max(self.version.incarnation, record.version.incarnation)
         self.version = PolicyVersion(incarnation, max(self.version.step, record.version.step))
         self.set_aside_in_a_row = 0
-
-
-def batch_name(step: int, attempt: int) -> str:
-    """Returns the id of a batch of `step` after `attempt` earlier batches were set aside."""
-    return f"b{step:06d}-{attempt}" if attempt else f"b{step:06d}"
-
-
-def attempt_of(batch_id: str) -> int:
-    """Returns the attempt in a batch id that `batch_name` made."""
-    number = batch_id.partition("-")[2]
-    return int(number) if number.isdecimal() else 0

@@ -7,9 +7,8 @@ are not told. docs/guides/no-learning.md says what to do about each.
 
 import math
 import statistics
-from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slipstream.core.environment_rules import algorithm_of
 from slipstream.core.settings.algorithm_section import AlgorithmSection
@@ -79,19 +78,30 @@ def _compares_only_groups(algorithm: AlgorithmSection) -> bool:
     return estimator is not None and estimator.compares_only_groups
 
 
+@dataclass
+class LearningState:
+    """What the rules keep of the rows so far."""
+
+    first: list[dict[str, float]] = field(default_factory=list)
+    # The newest rows, at most `WINDOW`.
+    newest: list[dict[str, float]] = field(default_factory=list)
+    # The lowest and the highest reward.
+    lowest: float = math.inf
+    highest: float = -math.inf
+    # Gaps of the steps with tokens that the newest weights sampled, the first and the last.
+    first_gaps: list[float] = field(default_factory=list)
+    newest_gaps: list[float] = field(default_factory=list)
+    # The rounds of each evaluation.
+    measured: dict[str, list[Measured]] = field(default_factory=dict)
+
+
 class LearningWatch:
     """Takes the rows of a run in order, those of steps and of evaluation rounds."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, state: LearningState | None = None) -> None:
+        """Goes on from `state`, which it changes."""
         self._config = config
-        self._first: list[Row] = []
-        self._rows: deque[Row] = deque(maxlen=WINDOW)
-        # Gaps of the steps with tokens that the newest weights sampled, the first and the last.
-        self._first_gaps: list[float] = []
-        self._gaps: deque[float] = deque(maxlen=EDGE)
-        self._lowest = math.inf
-        self._highest = -math.inf
-        self._measured: defaultdict[str, list[Measured]] = defaultdict(list)
+        self._state = state or LearningState()
 
     def take(self, row: Row) -> Iterator[Notice]:
         """Yields what the rows show with `row`, also if it was yielded before."""
@@ -105,14 +115,15 @@ class LearningWatch:
         if critic is not None and row["step"] <= critic.warmup_steps:
             # The policy stays as it is until the critic has learnt.
             return
-        if len(self._first) < EDGE:
-            self._first.append(row)
-        self._rows.append(row)
-        self._lowest = min(self._lowest, row.get("reward_min", math.inf))
-        self._highest = max(self._highest, row.get("reward_max", -math.inf))
+        state = self._state
+        if len(state.first) < EDGE:
+            state.first.append(dict(row))
+        state.newest = [*state.newest, dict(row)][-WINDOW:]
+        state.lowest = min(state.lowest, row.get("reward_min", math.inf))
+        state.highest = max(state.highest, row.get("reward_max", -math.inf))
         yield from self._of_gradients()
         yield from self._of_gaps(row)
-        if len(self._rows) == WINDOW:
+        if len(state.newest) == WINDOW:
             yield from self._of_groups()
             yield from self._of_weights()
             yield from self._of_lengths()
@@ -122,22 +133,24 @@ class LearningWatch:
 
     @property
     def _step(self) -> str:
-        return f"step {self._rows[-1]['step']:.0f}"
+        return f"step {self._state.newest[-1]['step']:.0f}"
 
     def _values(self, name: str) -> list[float]:
         """Returns a column of the window."""
-        return [row.get(name, math.nan) for row in self._rows]
+        return [row.get(name, math.nan) for row in self._state.newest]
 
     def _newest(self, name: str) -> float:
         return statistics.fmean(self._values(name)[-EDGE:])
 
     def _at_first(self, name: str) -> float:
-        return statistics.fmean(row.get(name, math.nan) for row in self._first)
+        return statistics.fmean(row.get(name, math.nan) for row in self._state.first)
 
     def _level(self, reward: float) -> float:
         """Returns where a reward lies between the lowest and the highest of the run, 0 to 1."""
-        if self._highest > self._lowest:
-            return (reward - self._lowest) / (self._highest - self._lowest)
+        lowest = self._state.lowest
+        highest = self._state.highest
+        if highest > lowest:
+            return (reward - lowest) / (highest - lowest)
         return float(reward >= FULL_REWARD)
 
     @property
@@ -165,7 +178,7 @@ class LearningWatch:
             return
         environments = [
             name.removesuffix(f"/{_EQUAL}")
-            for name in self._rows[-1]
+            for name in self._state.newest[-1]
             if name.endswith(f"/{_EQUAL}")
         ]
         algorithms = {name: algorithm_of(self._config, name) for name in environments}
@@ -237,7 +250,7 @@ class LearningWatch:
             )
 
     def _of_gradients(self) -> Iterator[Notice]:
-        newest = list(self._rows)[-WITHOUT_GRADIENT:]
+        newest = self._state.newest[-WITHOUT_GRADIENT:]
         if len(newest) < WITHOUT_GRADIENT:
             return
         for column, what in (
@@ -257,14 +270,16 @@ class LearningWatch:
         num_tokens = row.get("logprob_gap_tokens", 0.0)
         if not (num_tokens >= FEWEST_TOKENS and gap >= 0.0 and are_to_agree(self._config)):
             return
-        if len(self._first_gaps) < EDGE:
-            self._first_gaps.append(gap)
+        state = self._state
+        if len(state.first_gaps) < EDGE:
+            state.first_gaps.append(gap)
             return
-        self._gaps.append(gap)
-        before = max(self._first_gaps)
-        now = min(self._gaps)
+        state.newest_gaps.append(gap)
+        del state.newest_gaps[:-EDGE]
+        before = max(state.first_gaps)
+        now = min(state.newest_gaps)
         least = max(GAP_GROWTH * before, GAP_FLOOR * self._config.probe_tolerance)
-        if len(self._gaps) == EDGE and now > least:
+        if len(state.newest_gaps) == EDGE and now > least:
             yield Notice(
                 "gap grows",
                 f"{self._step}: the gap between the log-probabilities of engine and learner on "
@@ -313,7 +328,7 @@ class LearningWatch:
 
     def _take_evaluation(self, row: Row) -> Iterator[Notice]:
         version = int(row["evaluation_step"])
-        if not self._rows:
+        if not self._state.newest:
             return
         for column, mean in row.items():
             name, separator, number = column.rpartition("/")
@@ -323,7 +338,7 @@ class LearningWatch:
             deviation = row.get(f"{name}/reward_std", math.nan)
             if not count > 0:
                 continue
-            history = self._measured[name]
+            history = self._state.measured.setdefault(name, [])
             history.append(
                 Measured(version, mean, deviation / math.sqrt(count), self._newest("reward_mean"))
             )

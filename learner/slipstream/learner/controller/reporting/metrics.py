@@ -8,9 +8,8 @@ import logging
 import math
 import statistics
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -20,9 +19,7 @@ from slipstream.core.run_folder import (
     HELDOUT,
     METRICS,
     SAMPLES,
-    SERVER_SHARES,
     SUMMARY,
-    TRAINER_PARTS,
 )
 from slipstream.core.settings.config import Config
 from slipstream.core.types import TokenArray, Trajectory
@@ -33,6 +30,12 @@ from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.reporting.file_digests import summary_digest
 from slipstream.learner.controller.reporting.invariants import Notice, broken_invariants
 from slipstream.learner.controller.reporting.learning import LearningWatch
+from slipstream.learner.controller.reporting.row_history import (
+    EVERY_ROWS,
+    RunFacts,
+    open_rows,
+    write_rows,
+)
 from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
     Trackers,
@@ -55,7 +58,6 @@ MIN_SAMPLED_GROUPS = 2
 SAMPLED_MEMBERS = 4
 # Seconds over which the rate is averaged: heartbeats are too rare for a single step.
 WINDOW_S = 5.0
-EDGE_STEPS = 5
 # Fields of a sampled episode that an evaluated one does not have.
 _OF_TRAINING = ("step", "environment", "advantage", "lag")
 # Returns the text of tokens, special tokens included.
@@ -90,67 +92,6 @@ class GenerationRate:
         return (generated - before) / max(now_s - then_s, 1e-9)
 
 
-@dataclass
-class RunFacts:
-    """Counts and sums of a run, restored from the rows of its metrics."""
-
-    first_rewards: list[float] = field(default_factory=list)
-    last_rewards: deque[float] = field(default_factory=lambda: deque(maxlen=EDGE_STEPS))
-    # Seconds of all steps and of each activity, and of the steps in which servers have reported.
-    spent_s: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    reported_s: float = 0.0
-    gap_sum: float = 0.0
-    gap_tokens: float = 0.0
-    gap_max: float = 0.0
-    gradient_overflows: int = 0
-
-    def edge_rewards(self, steps: int) -> tuple[list[float], list[float]]:
-        """Returns the mean rewards of the first and of the last of `steps`, up to five of each.
-
-        No step is in both lists, except in a run of one step.
-        """
-        num_edge = max(1, min(EDGE_STEPS, steps // 2))
-        return self.first_rewards[:num_edge], list(self.last_rewards)[-num_edge:]
-
-    def time_shares(self) -> dict[str, JsonValue]:
-        """Returns the share of time of each activity, for "trainer" and "servers".
-
-        Leaves out the trainer or the servers if there is no data about them.
-        """
-        shares: dict[str, JsonValue] = {}
-        if step_s := self.spent_s["step_s"]:
-            trainer = {TRAINER_PARTS[name]: self.spent_s[name] / step_s for name in TRAINER_PARTS}
-            shares["trainer"] = {**trainer, "other": max(0.0, 1.0 - sum(trainer.values()))}
-        if self.reported_s:
-            shares["servers"] = {
-                name.split("_")[1]: self.spent_s[name] / self.reported_s for name in SERVER_SHARES
-            }
-        return shares
-
-    def count_row(self, row: Mapping[str, float]) -> None:
-        """Adds the row of one step to the counts and sums of the run."""
-        step_s = row.get("step_s", 0.0)
-        if SERVER_SHARES[0] in row:
-            self.reported_s += step_s
-        for name in ("step_s", *TRAINER_PARTS, *SERVER_SHARES):
-            value = row.get(name, 0.0) * (step_s if name in SERVER_SHARES else 1.0)
-            self.spent_s[name] += value if math.isfinite(value) else 0.0
-        self.gradient_overflows += int(row.get("gradient_overflows", 0))
-        # A step that a client has ordered has no rewards here.
-        rewards = [row["reward_mean"]] if "reward_mean" in row else []
-        self.last_rewards.extend(rewards)
-        if len(self.first_rewards) < EDGE_STEPS:
-            self.first_rewards.extend(rewards)
-        tokens, mean, largest = (
-            row.get(f"logprob_gap_{name}", math.nan) for name in ("tokens", "mean", "max")
-        )
-        # A step without tokens of the newest version has none of the three.
-        if not math.isnan(tokens + mean + largest):
-            self.gap_sum += mean * tokens
-            self.gap_tokens += tokens
-            self.gap_max = max(self.gap_max, largest)
-
-
 class RunRecorder:
     """Writes the result files of a run folder; a run has one recorder."""
 
@@ -178,24 +119,18 @@ class RunRecorder:
         for name in (METRICS, SAMPLES, GROUPS, HELDOUT):
             drop_torn_line(folder / name, self._warn)
         self._metrics = ResultFile(folder / METRICS, self._warn)
-        self.facts = RunFacts()
-        # The row of the newest step.
-        self.newest: dict[str, float] = {}
-        # Names of what the user was told of steps: each is told once.
-        self._noticed: set[str] = set()
-        self._learning = LearningWatch(config)
-        # Versions of which the row of the step that makes them is written.
-        self._written: set[int] = set()
-        # The run's seconds continue from the last row of the earlier start.
-        wall_s = 0.0
-        for row in read_rows(folder / METRICS, self._warn):
-            wall_s = max(wall_s, row["wall_s"])
+        self._rows, num_bytes = open_rows(folder, self._warn)
+        self._learning = LearningWatch(config, self._rows.learning)
+        self._num_unsaved = 0
+        for row in read_rows(folder / METRICS, self._warn, begin=num_bytes):
+            self._rows.wall_s = max(self._rows.wall_s, row["wall_s"])
             notices = list(self._learning.take(row))
             if "step" in row:
                 self._note_row(row)
                 notices.extend(broken_invariants(config, row, (), {}))
-            self._noticed.update(notice.name for notice in notices)
-        self._started_s = time.monotonic() - wall_s
+            self._rows.noticed.update(notice.name for notice in notices)
+        # The run's seconds continue from the last row of the earlier start.
+        self._started_s = time.monotonic() - self._rows.wall_s
         self._samples = ResultFile(folder / SAMPLES, self._warn)
         self._groups = ResultFile(folder / GROUPS, self._warn)
         self._heldout = ResultFile(folder / HELDOUT, self._warn)
@@ -205,13 +140,27 @@ class RunRecorder:
         self._last_step_s = time.monotonic()
 
     def _note_row(self, row: dict[str, float]) -> None:
-        self._written.add(int(row["step"]))
-        self.newest = row
-        self.facts.count_row(row)
+        self._rows.note(row)
+        self._num_unsaved += 1
+
+    def _save_rows(self) -> None:
+        """Writes what a start needs of the rows so far."""
+        self._rows.wall_s = time.monotonic() - self._started_s
+        write_rows(self._folder, self._rows, self._warn)
+        self._num_unsaved = 0
+
+    @property
+    def facts(self) -> RunFacts:
+        return self._rows.facts
+
+    @property
+    def newest(self) -> Mapping[str, float]:
+        """The row of the newest step; empty before the first one."""
+        return self._rows.newest
 
     def has_row(self, version: int) -> bool:
         """Whether the row of the step that makes version `version` is already written."""
-        return version in self._written
+        return self._rows.has_row(version)
 
     @property
     def since_step_s(self) -> float:
@@ -273,6 +222,8 @@ class RunRecorder:
             self._samples.append(b"".join(map(_line, lines)))
             self._groups.append(b"".join(map(_line, group_lines)))
             self._trackers.samples(batch.version, lines, group_lines)
+        if self._num_unsaved >= EVERY_ROWS:
+            self._save_rows()
         return row
 
     def complete(self, batch: FormedBatch, advantages: Sequence[float]) -> None:
@@ -305,9 +256,9 @@ class RunRecorder:
     def _tell(self, notices: Iterable[Notice]) -> None:
         """Adds an event for each notice of a name that is new in the run."""
         for notice in notices:
-            if notice.name in self._noticed:
+            if notice.name in self._rows.noticed:
                 continue
-            self._noticed.add(notice.name)
+            self._rows.noticed.add(notice.name)
             level = logging.INFO
             if notice.is_warning:
                 level = logging.WARNING
@@ -429,6 +380,7 @@ class RunRecorder:
         finite = _finite(summary)
         finite["digest"] = summary_digest(finite)
         text = json.dumps(finite, indent=2)
+        self._save_rows()
         write_result(self._folder / SUMMARY, f"{text}\n".encode(), self._warn)
         # Closing adds events about lost lines while clients still follow the events.
         for file in (self._metrics, self._samples, self._groups, self._heldout):

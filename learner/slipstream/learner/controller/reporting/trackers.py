@@ -166,17 +166,20 @@ def count_last(path: Path, step: int) -> int:
     return number
 
 
-def read_rows(path: Path, tell: Tell = lambda _: None) -> Iterator[dict[str, float]]:
+def read_rows(
+    path: Path, tell: Tell = lambda _: None, *, begin: int = 0
+) -> Iterator[dict[str, float]]:
     """Yields the numbers of each line of metrics.jsonl; yields nothing if the file is missing.
 
-    Damaged lines are skipped; one call of `tell` then names the first damaged line and their
-    number.
+    The first line begins at the byte `begin`, from which on lines are counted. Damaged lines are
+    skipped; one call of `tell` then names the first damaged line and their number.
     """
     if not path.is_file():
         return
     damaged: list[int] = []
     try:
         with open_regular(path) as file:
+            file.seek(begin)
             for number, line in enumerate(file, start=1):
                 if (row := parse_row(line)) is not None:
                     yield row

@@ -175,7 +175,7 @@ class EarlierIds:
         self._ended = history.ended
         self._trained_in = history.trained_in
         # The batches of `history` change when a batch is set aside.
-        self._batches = dict(history.batches)
+        self._batches = history.batches.copy()
         self._journal = journal
         # Step and ids of the batch read last: redelivered trajectories come in batch order.
         self._newest: tuple[int, frozenset[TrajectoryId]] = (-1, frozenset())

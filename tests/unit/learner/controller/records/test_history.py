@@ -17,7 +17,8 @@ from slipstream.learner.controller.records.history import (
     read_history,
 )
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
-from slipstream.learner.controller.records.state import JournaledStep, is_solved
+from slipstream.learner.controller.records.recorded_steps import JournaledStep
+from slipstream.learner.controller.records.state import is_solved
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from support.fakes.journal_records import batch_record, lease_record

@@ -20,7 +20,7 @@ from slipstream.learner.controller.records.journal import (
     read_batch,
     read_records,
 )
-from slipstream.learner.controller.records.state import RecordedBatch
+from slipstream.learner.controller.records.recorded_steps import RecordedBatch
 from slipstream.learner.controller.trajectories.inspection import EarlierIds
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2, trajectory_pb2

@@ -119,6 +119,16 @@ def test_a_start_reads_what_is_behind_the_newest_snapshot(tmp_path):
     check_equal(tmp_path, history)
 
 
+def test_a_snapshot_that_ends_before_a_later_log_leaves_the_rest_of_its_own(tmp_path):
+    append(tmp_path)
+    number = num_records(tmp_path)
+    append(tmp_path, first=STEPS)
+    write_snapshot(tmp_path, number - 4, pytest.fail)
+    history, num_read = restored(tmp_path)
+    assert num_read == num_records(tmp_path) - number + 4
+    check_equal(tmp_path, history)
+
+
 def test_a_group_that_was_put_back_is_the_same_after_a_snapshot(tmp_path):
     aside = kinds.BatchSetAside(
         step=0,

@@ -16,7 +16,8 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting import trackers
-from slipstream.learner.controller.reporting.metrics import GenerationRate, RunFacts, RunRecorder
+from slipstream.learner.controller.reporting.metrics import GenerationRate, RunRecorder
+from slipstream.learner.controller.reporting.row_history import EVERY_ROWS, RunFacts
 from slipstream.learner.controller.reporting.trackers import (
     ResultFile,
     RunIds,
@@ -252,6 +253,23 @@ def test_a_damaged_line_is_passed_over_and_told_once(tmp_path: Path, damage: byt
     assert recorder.newest["step"] == 4
     assert path.read_bytes() == WHOLE + damage + row(4) + damage
     recorder.close()
+
+
+def test_a_start_reads_at_most_a_thousand_rows_of_a_run_that_was_killed(tmp_path: Path) -> None:
+    recorder, _ = opened(tmp_path)
+    for number in range(EVERY_ROWS + 2):
+        step(recorder, number, gradient_overflows=1.0)
+    metrics = tmp_path / "metrics.jsonl"
+    content = metrics.read_bytes()
+    # Nobody reads the first rows again.
+    metrics.write_bytes(content[:1000].replace(b"1", b"2") + content[1000:])
+    later, messages = opened(tmp_path)
+    assert messages == []
+    assert [later.has_row(version) for version in (0, 1, EVERY_ROWS + 2)] == [False, True, True]
+    assert later.facts.gradient_overflows == EVERY_ROWS + 2
+    assert later.newest["step"] == EVERY_ROWS + 2
+    for opened_recorder in (recorder, later):
+        opened_recorder.close()
 
 
 def test_what_is_no_file_is_one_warning(tmp_path: Path) -> None:

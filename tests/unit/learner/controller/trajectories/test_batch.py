@@ -30,7 +30,8 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of, parsed
-from slipstream.learner.controller.records.state import FilteredGroup, attempt_of, batch_name
+from slipstream.learner.controller.records.recorded_steps import attempt_of, batch_name
+from slipstream.learner.controller.records.state import FilteredGroup
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.batch import (
     FormedBatch,
