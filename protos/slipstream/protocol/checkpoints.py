@@ -28,6 +28,8 @@ MANIFEST_NAME = "manifest.json"
 # The file that says which versions stay, whatever the settings say.
 KEPT_NAME = "kept.json"
 PARTIAL_SUFFIX = ".partial"
+# Stands before it in the name of a folder that another one replaces.
+_EARLIER = ".earlier"
 _NAME_FORM = re.compile(r"step-(\d{6,})")
 DIGEST_BYTES = 16
 _READ_BYTES = 8 << 20
@@ -297,13 +299,40 @@ def publish_and_retain(partial: Path, *, keep_last: int, keep_every: int) -> Pat
 
 
 def remove_checkpoint(folder: Path, step: int) -> None:
-    """Removes a checkpoint, renamed to `.partial` first: after a crash it never looks complete."""
-    path = checkpoint_path(folder, step)
+    """Removes a checkpoint; after a crash it never looks complete."""
+    remove_folder(checkpoint_path(folder, step))
+
+
+def remove_folder(path: Path) -> None:
+    """Removes a folder, renamed to `.partial` first: after a crash it never looks complete."""
     doomed = path.with_name(path.name + PARTIAL_SUFFIX)
     if doomed.exists():
         shutil.rmtree(doomed)
     path.rename(doomed)
     shutil.rmtree(doomed)
+
+
+def folders_left_by(target: Path) -> list[Path]:
+    """Returns what a killed writer of the folder `target` has left, which the next one removes."""
+    names = (f"{target.name}{PARTIAL_SUFFIX}", f"{target.name}{_EARLIER}{PARTIAL_SUFFIX}")
+    paths = [target.with_name(name) for name in names]
+    return [path for path in paths if path.exists()]
+
+
+def replace_folder(partial: Path, target: Path) -> None:
+    """Gives the complete folder `partial` the name `target`, in place of an earlier folder.
+
+    After a crash `target` is one of them, and whole, or missing.
+    """
+    earlier = target.with_name(f"{target.name}{_EARLIER}{PARTIAL_SUFFIX}")
+    if earlier.exists():
+        shutil.rmtree(earlier)
+    if target.exists():
+        target.rename(earlier)
+    partial.rename(target)
+    sync_folder(target.parent)
+    if earlier.exists():
+        shutil.rmtree(earlier)
 
 
 def remove_partial(folder: Path) -> list[str]:

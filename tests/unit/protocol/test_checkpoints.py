@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,16 +19,20 @@ from slipstream.protocol.checkpoints import (
     checkpoint_path,
     complete_steps,
     first_needed_step,
+    folders_left_by,
     passed_over,
     publish_and_retain,
     read_manifest,
     remove_checkpoint,
+    remove_folder,
     remove_partial,
+    replace_folder,
     steps_to_remove,
     write_kept,
 )
 from slipstream.protocol.release import RELEASE
 from support.fakes.small_checkpoints import save_checkpoint, written_checkpoint
+from support.rigs.crashes import crashing_at
 
 
 def test_a_manifest_is_read_back(tmp_path: Path) -> None:
@@ -124,27 +127,6 @@ def test_the_names_of_all_files_are_durable_before_the_checkpoint_has_its_own(
     assert done[len(before) :] == ["rename", tmp_path.name]
 
 
-def crashing_at(change: int, act: Callable[[], object]) -> bool:
-    """Runs `act` in a process that dies just before its n-th change of a name; whether it ended."""
-    pid = os.fork()
-    if pid == 0:
-        changes = itertools.count()
-
-        def die(event: str, _: object) -> None:
-            if event in ("os.rename", "os.remove", "os.rmdir") and next(changes) == change:
-                os._exit(9)
-
-        try:
-            sys.addaudithook(die)
-            act()
-        except BaseException:  # noqa: BLE001
-            os._exit(1)
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, 9)
-    return code == 0
-
-
 # Python from 3.12 on warns of forks beside threads; this child takes no lock.
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
@@ -173,6 +155,62 @@ def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whol
             assert steps == [3, 4]
             # The new folder is one change; each of two old ones is one, too, and each of its files.
             assert change >= 1 + 2 * 4
+            return
+
+
+def folder_of(path: Path, word: str) -> Path:
+    """A folder of three files, each with this word."""
+    path.mkdir(parents=True)
+    for name in "abc":
+        (path / name).write_text(word)
+    return path
+
+
+def words_in(path: Path) -> list[str]:
+    return [file.read_text() for file in sorted(path.iterdir())]
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_kill_at_any_moment_of_a_replacement_leaves_a_whole_folder_or_none(tmp_path, is_first):
+    for change in itertools.count():
+        target = tmp_path / f"crash-{change}" / "out"
+        if not is_first:
+            folder_of(target, "old")
+        partial = folder_of(target.with_name("out.partial"), "new")
+
+        def replace(partial: Path = partial, target: Path = target) -> None:
+            replace_folder(partial, target)
+
+        ended = crashing_at(change, replace)
+        if target.exists():
+            assert words_in(target) in (["old"] * 3, ["new"] * 3)
+        left = folders_left_by(target)
+        assert {*target.parent.iterdir()} - {target} == set(left)
+        # The next call writes the folder anew, and leaves nothing else.
+        if not partial.exists():
+            folder_of(partial, "newer")
+        replace_folder(partial, target)
+        assert folders_left_by(target) == []
+        assert words_in(target) in (["new"] * 3, ["newer"] * 3)
+        if ended:
+            assert left == []
+            assert change >= (1 if is_first else 2)
+            return
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_kill_at_any_moment_of_a_removal_leaves_a_whole_folder_or_none(tmp_path: Path) -> None:
+    for change in itertools.count():
+        path = folder_of(tmp_path / f"crash-{change}" / "out", "old")
+        ended = crashing_at(change, lambda path=path: remove_folder(path))
+        assert path.exists() == (change == 0)
+        assert not path.exists() or words_in(path) == ["old"] * 3
+        if ended:
+            assert folders_left_by(path) == []
+            assert change >= 4
             return
 
 

@@ -75,6 +75,7 @@ from slipstream.core.settings.parallel_rules import RankLayout
 from slipstream.core.settings.tables import NO_ENVIRONMENT
 from slipstream.protocol.access.run_token import run_credentials
 from slipstream.protocol.access.security import without_password
+from slipstream.protocol.checkpoints import folders_left_by
 
 EXPORT = "slipstream.learner.trainer.export_checkpoint"
 # Seconds after `rollout_server.drain_timeout_s` in which a server ends its engine.
@@ -370,8 +371,12 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = "1"
     arguments = ["--config", str(path), "--step", str(version), "--out", str(target)]
     log = log_path(folder, "export")
+    adapters = target.with_name(f"{target.name}-adapters")
+    left = [*folders_left_by(target), *folders_left_by(adapters)]
     say(f"version {version} is checked, loaded and written; the log is {log}")
     await run_program("export", EXPORT, arguments, log, environ=environ)
+    for path in left:
+        say(f"{path} is removed, which a call that was killed has left")
     say(f"version {version} is in {written}")
     for fact in facts:
         say(fact)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.machine.files import sync_folder
+from slipstream.core.machine.new_file import new_file
 
 Row: TypeAlias = dict[str, Any]
 WriteRow: TypeAlias = Callable[[Row], None]
@@ -25,23 +24,12 @@ _CHARACTERS = 16 << 20
 def open_rows(path: Path) -> Iterator[WriteRow]:
     """Opens a data set in the block, which gets a function that writes a row.
 
-    The file has its name once the block ends; it does not replace another. After an error in the
-    block there is none. Raises ConfigError for a file that is there by then, or a missing pyarrow.
+    The file is as that of `new_file`. Raises ConfigError for a file that is there by the end, or a
+    missing pyarrow.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     rows = _parquet if path.suffix == ".parquet" else _json_lines
-    try:
-        with partial.open("xb") as file:
-            with rows(file) as write:
-                yield write
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(partial, path)
-    except FileExistsError:
-        raise ConfigError(f"{path} exists already: remove it, or name another file") from None
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    with new_file(path, print) as file, rows(file) as write:
+        yield write
 
 
 @contextlib.contextmanager

@@ -9,15 +9,15 @@ what was sent, or the reason why nothing was.
 
 import argparse
 import csv
+import io
 import math
-import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
-from slipstream.core.machine.files import sync_folder
+from slipstream.core.machine.new_file import new_file
 from slipstream.core.machine.process import leave
 from slipstream.core.run_folder import CONFIG, METRICS
 from slipstream.core.settings.measurement_sections import (
@@ -96,23 +96,16 @@ def write_table(folder: Path, out: Path) -> str:
     columns: dict[str, None] = {"step": None, "evaluation_step": None}
     for row in read_rows(folder / METRICS):
         columns.update(dict.fromkeys(row))
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
     num_rows = 0
-    try:
-        with partial.open("x", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(columns), restval="", extrasaction="ignore")
-            writer.writeheader()
-            for row in read_rows(folder / METRICS, _complain):
-                writer.writerow(_finite(row))
-                num_rows += 1
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(partial, out)
-    except FileExistsError:
-        raise ConfigError(f"{out} exists already: remove it, or name another by --out") from None
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(out.parent)
+    with new_file(out, _complain) as file:
+        text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+        writer = csv.DictWriter(text, list(columns), restval="", extrasaction="ignore")
+        writer.writeheader()
+        for row in read_rows(folder / METRICS, _complain):
+            writer.writerow(_finite(row))
+            num_rows += 1
+        # The file stays open for who has opened it.
+        text.detach()
     return f"{out} has {num_rows:,} rows and {len(columns):,} columns of {folder}"
 
 

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
-from slipstream.core.machine.files import sync_folder
 from slipstream.core.models.model_files import held_tensors, is_further
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.run_folder import EXPORT_VERSION
@@ -22,7 +21,11 @@ from slipstream.learner.trainer.model.model_part import LayerBeside
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
 from slipstream.learner.trainer.weights.run_chat import RunChat
-from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, write_export_manifest
+from slipstream.protocol.checkpoints import (
+    PARTIAL_SUFFIX,
+    replace_folder,
+    write_export_manifest,
+)
 from torch import Tensor
 
 # Settings and tensors of each named adapter, by its name.
@@ -219,9 +222,7 @@ def write_adapters(
         (partial / EXPORT_VERSION).write_bytes(description)
     if collected:
         write_export_manifest(partial, moved)
-    if target.exists():
-        shutil.rmtree(target)
-    partial.rename(target)
+    replace_folder(partial, target)
 
 
 def save_adapters(policy: Policy, config: Config, target: Path, chat: RunChat) -> None:
@@ -384,10 +385,7 @@ class HfFolderWriter:
         values["dtype"] = dtype
         settings.write_text(json.dumps(values, indent=2))
         write_export_manifest(self._folder, self._moved)
-        if target.exists():
-            shutil.rmtree(target)
-        self._folder.rename(target)
-        sync_folder(target.parent)
+        replace_folder(self._folder, target)
 
     def flush(self) -> None:
         """Writes all tensors that were added since the last file into one file."""

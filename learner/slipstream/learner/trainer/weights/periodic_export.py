@@ -28,7 +28,7 @@ from slipstream.learner.trainer.weights.export import (
     write_adapters,
 )
 from slipstream.learner.trainer.weights.run_chat import RunChat
-from slipstream.protocol.checkpoints import PARTIAL_SUFFIX
+from slipstream.protocol.checkpoints import PARTIAL_SUFFIX, remove_folder
 from torch import Tensor
 
 logger = logging.getLogger(__name__)
@@ -93,6 +93,7 @@ class PeriodicExport:
         path.parent.mkdir(parents=True, exist_ok=True)
         for partial in path.parent.glob(f"*{PARTIAL_SUFFIX}"):
             shutil.rmtree(partial)
+            logger.info("%s is removed, which an interrupted export has left", partial)
         for written in self._written(path):
             place = written / EXPORT_VERSION
             if not place.is_file() or place.read_bytes() != description:
@@ -170,12 +171,13 @@ class PeriodicExport:
 
     def _remove_old(self) -> None:
         """Removes the folders of all versions but the newest `checkpoint.keep_exports`."""
-        paths = [path for path in self._folder.glob("step-*") if path.is_dir()]
+        folders = [path for path in self._folder.glob("step-*") if path.is_dir()]
+        paths = [path for path in folders if not path.name.endswith(PARTIAL_SUFFIX)]
         names = {path.name.removesuffix(ADAPTERS) for path in paths}
         kept = sorted(names)[-self._config.checkpoint.keep_exports :]
         for path in paths:
             if path.name.removesuffix(ADAPTERS) not in kept:
-                shutil.rmtree(path)
+                remove_folder(path)
 
     def poll(self) -> None:
         """Notes the folder under way if it is written."""

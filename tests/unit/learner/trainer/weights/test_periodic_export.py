@@ -1,7 +1,9 @@
 """Folders of the policy that are written beside training, and which of them stay."""
 
 import contextlib
+import itertools
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +16,10 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.weights.periodic_export import PeriodicExport
 from slipstream.learner.trainer.weights.run_chat import RunChat
+from slipstream.protocol.checkpoints import FileEntry, check_files
 from support.fakes.small_configs import small_config
 from support.ranks.thread_ranks import ThreadRanks, run_ranks
+from support.rigs.crashes import crashing_at
 
 NAME = "model.norm.weight"
 
@@ -155,3 +159,26 @@ def test_nothing_is_written_unless_it_is_asked_for(config: Config) -> None:
     table["checkpoint"]["export_every"] = 0
     train(Config.model_validate(table), range(5))
     assert not (config.run_dir / "exports").exists()
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_kill_at_any_moment_leaves_whole_folders(config: Config) -> None:
+    exports = config.run_dir / "exports"
+    # The removal of the oldest folder is the last of them.
+    for change in itertools.count():
+        shutil.rmtree(exports, ignore_errors=True)
+        ended = crashing_at(change, lambda: train(config, range(8), num_ranks=1))
+        for path in exports.iterdir() if exports.exists() else ():
+            if path.name.endswith(".partial"):
+                continue
+            manifest = json.loads((path / "slipstream-manifest.json").read_bytes())
+            check_files(path, map(FileEntry.model_validate, manifest["files"]))
+        train(config, range(8), num_ranks=1)
+        values = weights_in(config)
+        assert values["step-000006"] == 6.0
+        assert len(values) <= 3
+        if ended:
+            assert values == {"step-000004": 4.0, "step-000006": 6.0}
+            assert change >= 3 + 5
+            return
