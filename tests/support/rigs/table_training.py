@@ -32,8 +32,8 @@ from slipstream.learner.trainer.algorithms.loss import (
     mean_advantages,
     policy_loss,
     training_sequences,
-    weighted,
 )
+from slipstream.learner.trainer.algorithms.loss_weights import weighted
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch
 from torch import Tensor
@@ -197,7 +197,7 @@ class TableTraining:
         sequences = training_sequences(batch, config, estimates)
         advantages = mean_advantages(batch, sequences)
         mini_batches = batch.mini_batches(algorithm.mini_batches)
-        sequences = weighted(sequences, mini_batches, config)
+        sequences = weighted(sequences, batch, mini_batches, config)
         micro_batches = [packed(sequences, members) for members in mini_batches]
         proximal: list[Tensor | None] = [None] * len(micro_batches)
         if len(micro_batches) * algorithm.epochs > 1:
