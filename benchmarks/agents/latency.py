@@ -203,7 +203,7 @@ class Server:
 async def served(folder: Path, turns: int) -> AsyncIterator[Server]:
     sys.path.insert(0, str(ROOT / "tests"))
     from slipstream.core.types import ServerId
-    from slipstream.rollout_server.episodes.play import Model
+    from slipstream.rollout_server.episodes.play import ServedModel
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer
     from support.fakes.agent_rig import agent_config, scripted_engine
@@ -221,7 +221,7 @@ async def served(folder: Path, turns: int) -> AsyncIterator[Server]:
     stop = asyncio.Event()
     async with FakeFleet(heartbeat_timeout_s=60.0) as fleet:
         gateway = WorkerGateway(folder / "logs", log_bytes=1 << 20)
-        served_model = Model(engine, engine.renderer, engine.agents)
+        served_model = ServedModel(engine, engine.renderer, engine.agents)
         program = RolloutServer(config, fleet.address, ServerId("s"), served_model, gateway)
         running = asyncio.create_task(program.run(stop))
         connection = await fleet.joined()

@@ -95,7 +95,7 @@ class Ours:
     def __init__(self, engine: VllmEngine, config: Config, sizes: Sizes, address: str) -> None:
         """`address` is the controller's."""
         from slipstream.core.types import ServerId
-        from slipstream.rollout_server.episodes.play import Model
+        from slipstream.rollout_server.episodes.play import ServedModel
         from slipstream.rollout_server.episodes.renderer import Renderer
         from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
         from slipstream.rollout_server.service import RolloutServer
@@ -108,7 +108,7 @@ class Ours:
         gateway = WorkerGateway(config.run_dir / "logs-ours", log_bytes=1 << 20)
         renderer = Renderer(config.model.path)
         agents = AgentServices(engine.llm, renderer, config.rollout_server)
-        model = Model(engine, renderer, agents)
+        model = ServedModel(engine, renderer, agents)
         server = RolloutServer(config, address, ServerId("ours"), model, gateway)
         self._serving = asyncio.create_task(server.run(self._stop))
         self._serving.add_done_callback(_give_up)

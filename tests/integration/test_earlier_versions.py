@@ -224,10 +224,10 @@ class Line:
 
 def tensors_of(policy: Policy) -> list[torch.Tensor]:
     """Copies of the parameters, with those of each adapter."""
-    from slipstream.learner.trainer.model.model import Part, parameters
+    from slipstream.learner.trainer.model.model import MemoryPart, parameters
 
     copies: list[torch.Tensor] = []
-    with policy.memory.resident(Part.PARAMETERS):
+    with policy.memory.resident(MemoryPart.PARAMETERS):
         for name in policy.adapters.names:
             with policy.adapters.active(name):
                 own_parameters = parameters(policy.chunks)
@@ -237,15 +237,15 @@ def tensors_of(policy: Policy) -> list[torch.Tensor]:
 
 def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.held_state import HeldState
-    from slipstream.learner.trainer.model.model import Part
+    from slipstream.learner.trainer.model.model import MemoryPart
 
     config = config_of(job, folder)
     policy = opened(config)
     all_batches = aged_batches(config)
     resident = functools.partial(
         policy.memory.resident,
-        Part.PARAMETERS,
-        Part.OPTIMIZER,
+        MemoryPart.PARAMETERS,
+        MemoryPart.OPTIMIZER,
     )
     saved_version = PolicyVersion(0, SAVED)
     line = Line(policy, config)

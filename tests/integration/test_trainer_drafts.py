@@ -33,7 +33,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.model.model import Part
+    from slipstream.learner.trainer.model.model import MemoryPart
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.publish import open_published
 
@@ -59,12 +59,12 @@ def run_rank(folder: Path, job: str) -> None:
     path = folder / f"drafts-{job}"
     for number, batch in enumerate(batches(config)):
         if number == 2:
-            with policy.memory.resident(Part.PARAMETERS):
+            with policy.memory.resident(MemoryPart.PARAMETERS):
                 save(stored, path, disk)
         metrics.append(step.run(batch).metrics)
         values.append(layer.values.detach().clone())
     digests = published.digests()
-    with policy.memory.resident(Part.PARAMETERS):
+    with policy.memory.resident(MemoryPart.PARAMETERS):
         load_models(stored, path, disk)
     loaded = layer.values.detach().clone()
     step.run(batches(config)[2])

@@ -113,12 +113,12 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
     from slipstream.learner.trainer.checkpoints.distributed_files import load_models
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.model.model import Part
+    from slipstream.learner.trainer.model.model import MemoryPart
     from slipstream.learner.trainer.step import TrainingStep
 
     config = config_of(job, folder)
     policy = opened(config)
-    with policy.memory.resident(*Part):
+    with policy.memory.resident(*MemoryPart):
         pass
     step = TrainingStep(policy, config)
     stored = stored_policy(policy)
@@ -130,11 +130,11 @@ def run_rank(folder: Path, job: str) -> None:
     path = folder / f"named-{job.replace(' ', '-')}-checkpoint"
     for batch in planned:
         if batch is planned[-1]:
-            with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+            with policy.memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER):
                 save(stored, path, disk)
         metrics[batch.step] = step.run(batch).metrics
         steps[batch.step] = adapters_of(policy)
-    with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+    with policy.memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER):
         load_models(stored, path, disk)
     loaded = adapters_of(policy)
     step.run(planned[-1])

@@ -43,7 +43,7 @@ from slipstream.protocol.codec import encode_trajectory
 from slipstream.protocol.queue import grpc
 from slipstream.rollout_server import service, session
 from slipstream.rollout_server.episodes import dispatcher, environments
-from slipstream.rollout_server.episodes.play import Model
+from slipstream.rollout_server.episodes.play import ServedModel
 from slipstream.rollout_server.usage import EpochCounters
 from slipstream.rollout_server.vllm.agent_services import AgentServices
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
@@ -476,7 +476,9 @@ class World:
             self.config,
             ADDRESS,
             name,
-            Model(engine, renderer, AgentServices(None, renderer, self.config.rollout_server)),
+            ServedModel(
+                engine, renderer, AgentServices(None, renderer, self.config.rollout_server)
+            ),
             gateway,
         )
         stop = self.stops[process.name] = asyncio.Event()

@@ -71,7 +71,7 @@ _MAX_ASKED = 4
 
 
 @dataclass(frozen=True)
-class Limits:
+class EpisodeLimits:
     """What a run allows an episode, and how it plays; None where that is not known."""
 
     has_tools: bool = True
@@ -86,7 +86,7 @@ class Limits:
     compares: bool = True
 
 
-class Kind(Enum):
+class PlayedReply(Enum):
     """The replies that are played, in the words of the report."""
 
     RIGHT = "the right answer"
@@ -130,7 +130,7 @@ class Task(Row):
 
 
 @dataclass
-class Play:
+class PlayedEpisode:
     """One episode: its first reply, what it earned or why it failed, its turns, if it has ended."""
 
     said: str = ""
@@ -151,7 +151,7 @@ class Played:
     """What was played, and what it earned."""
 
     num_tasks: int
-    limits: Limits = Limits()
+    limits: EpisodeLimits = EpisodeLimits()
     # The first call of an agent, which only begins, "none" or "" for no agent; how one of two
     # episodes at once failed.
     first_call: str = ""
@@ -159,7 +159,9 @@ class Played:
     tasks: list[Task] = field(default_factory=list)
     # Tasks beyond the sample, which were opened alone.
     further: list[Task] = field(default_factory=list)
-    plays: defaultdict[Kind, dict[int, Play]] = field(default_factory=lambda: defaultdict(dict))
+    plays: defaultdict[PlayedReply, dict[int, PlayedEpisode]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     # Seconds of each call of `step`; seconds and calls of plays that were made at once.
     calls_s: list[float] = field(default_factory=list)
     timed: list[tuple[float, int]] = field(default_factory=list)
@@ -176,18 +178,18 @@ class Played:
     form: str = PLAIN
     seconds: float = 0.0
     # Plays for which there was no time: kinds and tasks, None for an opening.
-    left_out: set[tuple[Kind | None, int]] = field(default_factory=set)
+    left_out: set[tuple[PlayedReply | None, int]] = field(default_factory=set)
 
     @property
     def rows(self) -> list[Task]:
         return sorted([*self.tasks, *self.further], key=lambda row: row.index)
 
-    def every(self) -> list[tuple[int, Kind, Play]]:
+    def every(self) -> list[tuple[int, PlayedReply, PlayedEpisode]]:
         """Returns all plays with their tasks and kinds, in the order of the tasks."""
-        plays = [(i, kind, play) for kind in Kind for i, play in self.plays[kind].items()]
+        plays = [(i, kind, play) for kind in PlayedReply for i, play in self.plays[kind].items()]
         return sorted(plays, key=lambda place: place[0])
 
-    def rewards(self, kind: Kind) -> dict[int, float]:
+    def rewards(self, kind: PlayedReply) -> dict[int, float]:
         """Returns what a reply earned where the play did not fail, by task."""
         return {i: play.earned for i, play in self.plays[kind].items() if not play.failure}
 
@@ -196,11 +198,11 @@ class Played:
 
         What an episode earns that has not ended is not known.
         """
-        empty = self.rewards(Kind.EMPTY)
-        plays = self.plays[Kind.RIGHT]
+        empty = self.rewards(PlayedReply.EMPTY)
+        plays = self.plays[PlayedReply.RIGHT]
         return {
             index: reward
-            for index, reward in self.rewards(Kind.RIGHT).items()
+            for index, reward in self.rewards(PlayedReply.RIGHT).items()
             if index in empty and reward <= empty[index] and plays[index].is_done
         }
 
@@ -215,7 +217,7 @@ class Audit:
         *,
         loaded: pb.Loaded,
         limit_s: float,
-        limits: Limits = Limits(),
+        limits: EpisodeLimits = EpisodeLimits(),
     ) -> None:
         """Takes the host that has `loaded` an environment; after `limit_s` no more play begins."""
         self._host = host
@@ -244,7 +246,7 @@ class Audit:
             task.other = next(filter(task.is_unlike, (*solved[place + 1 :], *solved[:place])), None)
         if len(played.tasks) > 1:
             await self._choose_form()
-        for kinds in (_FIRST, tuple(Kind)):
+        for kinds in (_FIRST, tuple(PlayedReply)):
             await self._all(kinds)
         # Right answers that earned nothing are played once more in each other form.
         poor = played.poor()
@@ -297,7 +299,7 @@ class Audit:
             key = f"reset-{number}-{index}"
             answer = await self._ask(reset={"episode_key": key, "task_index": index, "seed": index})
             opening = answer.observation
-            if cause := answer.failure.message or self._refusal(Play(), opening):
+            if cause := answer.failure.message or self._refusal(PlayedEpisode(), opening):
                 played.unbegun[index] = cause
             else:
                 environment = self._host.environment_of(key)
@@ -358,7 +360,7 @@ class Audit:
         """Finds the form in which the first right answers earn more than an empty reply."""
         self.played.form = OWN if any(task.reply for task in self.played.tasks) else PLAIN
         for task in [task for task in self.played.tasks if task.right][:3]:
-            await self._in_time(task, Kind.EMPTY)
+            await self._in_time(task, PlayedReply.EMPTY)
             if await self._find_form(task):
                 return
 
@@ -366,27 +368,27 @@ class Audit:
         """Plays the right answer in each form until it earns more than an empty reply."""
         played = self.played
         earlier_form = self.played.form
-        before = played.plays[Kind.RIGHT].get(task.index)
-        nothing = played.rewards(Kind.EMPTY).get(task.index, 0.0)
+        before = played.plays[PlayedReply.RIGHT].get(task.index)
+        nothing = played.rewards(PlayedReply.EMPTY).get(task.index, 0.0)
         # The environment's own, what the prompt asks for, usual ones.
         forms = [OWN] if task.reply else []
         if task.answer:
             forms += [PLAIN, *named_forms(task), *FORMS]
         for form in dict.fromkeys(forms):
-            if not self._has_time and played.plays[Kind.RIGHT]:
+            if not self._has_time and played.plays[PlayedReply.RIGHT]:
                 break
             played.form = form
-            await self._play(task, Kind.RIGHT)
-            if played.rewards(Kind.RIGHT).get(task.index, nothing) > nothing:
+            await self._play(task, PlayedReply.RIGHT)
+            if played.rewards(PlayedReply.RIGHT).get(task.index, nothing) > nothing:
                 return True
         played.form = earlier_form
         if before is not None:
-            played.plays[Kind.RIGHT][task.index] = before
+            played.plays[PlayedReply.RIGHT][task.index] = before
         elif self._has_time:
-            await self._play(task, Kind.RIGHT)
+            await self._play(task, PlayedReply.RIGHT)
         return False
 
-    async def _all(self, kinds: Sequence[Kind]) -> None:
+    async def _all(self, kinds: Sequence[PlayedReply]) -> None:
         """Plays those of `kinds` that were not played yet, kind by kind."""
         for kind in kinds:
             due = [task for task in self.played.tasks if task.index not in self.played.plays[kind]]
@@ -397,17 +399,17 @@ class Audit:
             number = len(self.played.calls_s) - before
             self.played.timed.append((time.monotonic() - began_s, number))
 
-    async def _in_time(self, task: Task, kind: Kind) -> None:
+    async def _in_time(self, task: Task, kind: PlayedReply) -> None:
         # The first play is made in any case.
         if self._has_time or not any(self.played.plays.values()):
             await self._play(task, kind)
         elif reply_to(task, kind, task.reply, self.played.form) is not None:
             self.played.left_out.add((kind, task.index))
 
-    async def _play(self, task: Task, kind: Kind) -> None:
+    async def _play(self, task: Task, kind: PlayedReply) -> None:
         """Plays episodes of the task, if the kind applies to it, and notes what the best earns."""
         plays = self.played.plays[kind]
-        for place in range(len(task.wrong) if kind is Kind.WRONG else 1):
+        for place in range(len(task.wrong) if kind is PlayedReply.WRONG else 1):
             applies = reply_to(task, kind, task.reply, self.played.form, place) is not None
             if not applies or (place and not self._has_time):
                 return
@@ -417,9 +419,9 @@ class Audit:
             if play.failure:
                 return
 
-    async def _episode(self, task: Task, kind: Kind, place: int) -> Play:
+    async def _episode(self, task: Task, kind: PlayedReply, place: int) -> PlayedEpisode:
         """Plays an episode, with the first task to its end if it comes in time."""
-        play = Play()
+        play = PlayedEpisode()
         key = f"{kind.name}-{task.index}"
         max_turns = MOST_TURNS if task is self.played.tasks[0] else MAX_TURNS
         command = {"episode_key": key, "task_index": task.index, "seed": task.index}
@@ -432,7 +434,7 @@ class Audit:
                 break
             environment = self._host.environment_of(key)
             step = reply_to(task, kind, environment.right_reply, self.played.form, place)
-            if kind is Kind.AGAIN:
+            if kind is PlayedReply.AGAIN:
                 # Other episodes begin and go on before this one does, as in a run.
                 await asyncio.sleep(0)
             if given_reply:
@@ -470,7 +472,7 @@ class Audit:
         self.played.unclosed = self.played.unclosed or answer.failure.message
 
     def _refusal(
-        self, play: Play, answer: pb.Observation | pb.Verdict, *, gives: bool | None = None
+        self, play: PlayedEpisode, answer: pb.Observation | pb.Verdict, *, gives: bool | None = None
     ) -> str:
         """Notes what an episode gets; returns why a run would refuse it, or "".
 
@@ -495,33 +497,41 @@ class Audit:
 
 
 # The kinds that are played of all tasks before the others.
-_FIRST = (Kind.EMPTY, Kind.RIGHT, Kind.WRONG, Kind.WORD, Kind.OWN)
+_FIRST = (
+    PlayedReply.EMPTY,
+    PlayedReply.RIGHT,
+    PlayedReply.WRONG,
+    PlayedReply.WORD,
+    PlayedReply.OWN,
+)
 # Words that say nothing, after a right answer.
 _WORDS = "That is all there is to say about it, as far as one can see, " * 8
 _OF_JUDGES = (
-    Kind.FORMED,
-    Kind.THOUGHT,
-    Kind.BEHIND,
-    Kind.CUT,
-    Kind.HEDGED,
-    Kind.LONGER,
-    Kind.WORDS,
-    Kind.AGAIN,
+    PlayedReply.FORMED,
+    PlayedReply.THOUGHT,
+    PlayedReply.BEHIND,
+    PlayedReply.CUT,
+    PlayedReply.HEDGED,
+    PlayedReply.LONGER,
+    PlayedReply.WORDS,
+    PlayedReply.AGAIN,
 )
 
 
-def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dict[str, Any] | None:
+def reply_to(
+    task: Task, kind: PlayedReply, own: str, form: str, place: int = 0
+) -> dict[str, Any] | None:
     """Returns the fields of the step that plays `kind`, or None if it does not apply to `task`.
 
     `own` is the right reply that the environment names now, "" if it names none; `place` is that
     of a wrong reply among several.
     """
     if task.opening.given_reply:
-        return {"reply": task.opening.given_reply} if kind is Kind.OWN else None
-    if kind is Kind.WRONG:
+        return {"reply": task.opening.given_reply} if kind is PlayedReply.OWN else None
+    if kind is PlayedReply.WRONG:
         return {"reply": task.wrong[place]} if task.wrong else None
     if not task.right:
-        return {Kind.EMPTY: {"reply": ""}, Kind.WORD: {"reply": "ok"}}.get(kind)
+        return {PlayedReply.EMPTY: {"reply": ""}, PlayedReply.WORD: {"reply": "ok"}}.get(kind)
     written = _written(task, own, form)
     other = ""
     if task.other is not None and not task.wrong:
@@ -529,32 +539,32 @@ def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dic
     content = written.rpartition("</think>")[2].strip()
     half = written[: len(written) // 2].rstrip()
     match kind:
-        case Kind.RIGHT | Kind.AGAIN:
+        case PlayedReply.RIGHT | PlayedReply.AGAIN:
             return {"reply": written}
-        case Kind.EMPTY:
+        case PlayedReply.EMPTY:
             return {"reply": ""}
-        case Kind.OTHER:
+        case PlayedReply.OTHER:
             return {"reply": other} if other else None
-        case Kind.FORMED:
+        case PlayedReply.FORMED:
             forms = [name for name in named_forms(task) if name != form]
             answer = task.other.answer if task.other is not None and not task.wrong else ""
             return {"reply": forms[0].replace("{}", answer)} if forms and answer else None
-        case Kind.THOUGHT:
+        case PlayedReply.THOUGHT:
             text = f"<think>\n{content}\n</think>\n"
             parsed = {"reasoning": content}
             return {"reply": text, "parsed": parsed}
-        case Kind.BEHIND:
+        case PlayedReply.BEHIND:
             thought = other or "Well."
             text = f"<think>\n{thought}\n</think>\n\n{content}"
             return {"reply": text, "parsed": {"content": content, "reasoning": thought}}
-        case Kind.BARE:
+        case PlayedReply.BARE:
             has_mark = own and task.answer and task.answer != written
             return {"reply": task.answer} if has_mark else None
-        case Kind.CUT:
+        case PlayedReply.CUT:
             # The number of "5 km" is not cut.
             is_whole = re.findall(r"\d", half) == re.findall(r"\d", written) != []
             return {"reply": half, "truncated": True} if half and not is_whole else None
-        case Kind.HEDGED:
+        case PlayedReply.HEDGED:
             alternative = task.other.answer if task.other is not None else ""
             if not (task.answer and alternative and task.answer in written):
                 return None
@@ -562,9 +572,9 @@ def reply_to(task: Task, kind: Kind, own: str, form: str, place: int = 0) -> dic
             # Judges of the first and judges of the last word are found by one play a task.
             both = (task.answer, alternative) if task.is_first else (alternative, task.answer)
             return {"reply": f"{start}{' or '.join(both)}{rest}"}
-        case Kind.LONGER:
+        case PlayedReply.LONGER:
             return {"reply": f"{written}\n\n{_WORDS}"}
-        case Kind.WORDS:
+        case PlayedReply.WORDS:
             # Words are an empty reply where code is asked for.
             return {"reply": _WORDS} if task.answer else None
     return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from statistics import fmean
 
-from slipstream.client.audit import MOST_TURNS, OWN, PLAIN, Kind, Play, Played
+from slipstream.client.audit import MOST_TURNS, OWN, PLAIN, Played, PlayedEpisode, PlayedReply
 from slipstream.client.audit_data import of, quoted, surprises
 from slipstream.client.conversion import MAX_ANSWER_BYTES
 from slipstream.client.terminal import aligned, counted
@@ -26,7 +26,7 @@ _MOST_STEP_S = 60.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class AuditFinding:
     """One thing that the audit found; a refusal cannot be meant."""
 
     text: str
@@ -35,16 +35,16 @@ class Finding:
     is_of_time: bool = False
 
 
-def findings(played: Played) -> list[Finding]:
+def findings(played: Played) -> list[AuditFinding]:
     """Returns what is wrong or surprising, refusals first."""
     remarks = [*_openings(played), *_failures(played), *_rewards(played), *_turns(played)]
-    remarks += map(Finding, _cut(played))
+    remarks += map(AuditFinding, _cut(played))
     has_turns = any(play.num_turns > 1 for *_, play in played.every())
-    remarks += map(Finding, surprises(played.rows, is_interactive=has_turns))
+    remarks += map(AuditFinding, surprises(played.rows, is_interactive=has_turns))
     return sorted(remarks, key=lambda finding: not finding.is_refused)
 
 
-def _openings(played: Played) -> list[Finding]:
+def _openings(played: Played) -> list[AuditFinding]:
     remarks = []
     if played.unequal:
         index, (first, second) = min(played.unequal.items())
@@ -54,28 +54,28 @@ def _openings(played: Played) -> list[Finding]:
         texts = "not in their texts" if first == second else texts
         what += f"begin otherwise when they are reset twice with one seed: {texts}"
         cause = "; the members of a group would not read the same prompt"
-        remarks.append(Finding(what + cause * played.limits.compares, played.limits.compares))
+        remarks.append(AuditFinding(what + cause * played.limits.compares, played.limits.compares))
     for when in played.other_tasks:
         cause = f"tasks() gives other tasks {when}: draw them with a fixed seed, in a fixed order"
-        remarks.append(Finding(cause, is_refused=True))
+        remarks.append(AuditFinding(cause, is_refused=True))
     return remarks
 
 
-def _failures(played: Played) -> list[Finding]:
-    remarks = [Finding(f"close() fails: {played.unclosed}")] * bool(played.unclosed)
+def _failures(played: Played) -> list[AuditFinding]:
+    remarks = [AuditFinding(f"close() fails: {played.unclosed}")] * bool(played.unclosed)
     if played.first_call == "none" and not played.unbegun:
-        remarks.append(Finding("run() ended without a call to its endpoint", is_refused=True))
+        remarks.append(AuditFinding("run() ended without a call to its endpoint", is_refused=True))
     if played.beside:
         text = f"of two episodes at once one fails, and a run plays many: {played.beside}"
         # Workers may have a place each.
-        remarks.append(Finding(text, is_refused=played.limits.at_once > 1))
+        remarks.append(AuditFinding(text, is_refused=played.limits.at_once > 1))
     if played.unbegun:
         index, cause = min(played.unbegun.items())
         # A task alone, or all of them, need no number.
         is_most = 2 * len(played.unbegun) >= len(played.rows) + len(played.unbegun)
         text = cause if index == 0 and is_most else f"task {index} cannot begin: {cause}"
-        remarks.append(Finding(text, is_refused=is_most))
-    alike = defaultdict[str, list[tuple[int, Kind, Play]]](list)
+        remarks.append(AuditFinding(text, is_refused=is_most))
+    alike = defaultdict[str, list[tuple[int, PlayedReply, PlayedEpisode]]](list)
     for place in filter(lambda place: place[-1].failure, played.every()):
         alike[_VALUES.sub("", place[-1].failure)].append(place)
     for places in alike.values():
@@ -86,22 +86,24 @@ def _failures(played: Played) -> list[Finding]:
         is_most = any(2 * len(played.rewards(of)) <= len(played.plays[of]) for _, of, _ in places)
         if not (is_most and index == 0):
             text = f"the judge fails for {kind.value} in task {index}: {text}"
-        remarks.append(Finding(text, is_refused=is_most))
+        remarks.append(AuditFinding(text, is_refused=is_most))
     if played.left_out:
         text = f"{counted(len(played.left_out), 'play')} of an episode had no time within "
         text += f"{played.seconds:.0f} s, so that nothing is known of them"
-        remarks.append(Finding(text, is_of_time=True))
+        remarks.append(AuditFinding(text, is_of_time=True))
     return remarks
 
 
-def _rewards(played: Played) -> list[Finding]:
-    right = played.rewards(Kind.RIGHT)
-    empty = played.rewards(Kind.EMPTY)
+def _rewards(played: Played) -> list[AuditFinding]:
+    right = played.rewards(PlayedReply.RIGHT)
+    empty = played.rewards(PlayedReply.EMPTY)
     remarks = []
     bad = played.poor()
     if bad:
         # The task whose right answer is the shortest to read.
-        index = min(bad, key=lambda number: (len(played.plays[Kind.RIGHT][number].said), number))
+        index = min(
+            bad, key=lambda number: (len(played.plays[PlayedReply.RIGHT][number].said), number)
+        )
         says = f"the right answer earned {right[index]:g}, an empty reply {empty[index]:g}"
         if empty[index] > 0:
             says = f"an empty reply earned {empty[index]:g}, and the right answer {right[index]:g}"
@@ -112,27 +114,29 @@ def _rewards(played: Played) -> list[Finding]:
         is_most = 2 * len(bad) >= len(right)
         if is_most and empty[index] <= 0:
             text += "; if replies must have a form, let reset() set self.right_reply"
-        remarks.append(Finding(text, is_refused=is_most and not _may_be_meant(played, bad)))
+        remarks.append(AuditFinding(text, is_refused=is_most and not _may_be_meant(played, bad)))
     for kind, (_, what) in _RULES.items():
         rewards = played.rewards(kind)
         wrong = _wrong(played, kind)
         # Half of "10.0" is 10, which is right too.
-        if wrong and (kind is not Kind.CUT or len(wrong) == len(rewards) > 1):
+        if wrong and (kind is not PlayedReply.CUT or len(wrong) == len(rewards) > 1):
             index = wrong[0]
             text = f"{kind.value} {what} in {of(len(wrong), len(rewards))}: it earned "
             text += f"{rewards[index]:g}, the right answer {right[index]:g}, such as for "
-            remarks.append(Finding(text + _example(played, index, kind)))
+            remarks.append(AuditFinding(text + _example(played, index, kind)))
     remarks += filter(None, [_price_of_silence(played)])
     below = [index for index, reward in right.items() if reward < 0]
     if below:
         text = f"the right answer earned {right[below[0]]:g}, less than nothing, in "
         text += f"{of(len(below), len(right))}, such as {_example(played, below[0])}"
-        remarks.append(Finding(text))
+        remarks.append(AuditFinding(text))
     index, kind, highest = _highest(played)
     # Rounding may raise a sum of token rewards.
     if highest > 2 - FULL_REWARD:
         text = f"{kind.value} earned {highest:g} in task {index}: an evaluation has pass rates "
-        remarks.append(Finding(f"{text}only if evaluations.pass_reward says which reward passes"))
+        remarks.append(
+            AuditFinding(f"{text}only if evaluations.pass_reward says which reward passes")
+        )
     return [*remarks, *_free(played)]
 
 
@@ -144,19 +148,19 @@ def _may_be_meant(played: Played, bad: Mapping[int, float]) -> bool:
     """
     if any(task.reply for task in played.tasks if task.index in bad):
         return False
-    empty_rewards = played.rewards(Kind.EMPTY)
+    empty_rewards = played.rewards(PlayedReply.EMPTY)
     paid_silence = [index for index in bad if empty_rewards[index] > 0]
     if 2 * len(paid_silence) >= len(bad):
         return False
     rewards = {play.earned for *_, play in played.every() if not play.failure}
-    return len(played.rewards(Kind.RIGHT)) < MANY_TASKS or len(rewards) > 1
+    return len(played.rewards(PlayedReply.RIGHT)) < MANY_TASKS or len(rewards) > 1
 
 
-def _price_of_silence(played: Played) -> Finding | None:
+def _price_of_silence(played: Played) -> AuditFinding | None:
     """Returns a line if a wrong reply costs so much that silence is the better guess, or None."""
-    right_rewards = played.rewards(Kind.RIGHT)
-    empty_rewards = played.rewards(Kind.EMPTY)
-    wrong_rewards = played.rewards(Kind.OTHER) | played.rewards(Kind.WRONG)
+    right_rewards = played.rewards(PlayedReply.RIGHT)
+    empty_rewards = played.rewards(PlayedReply.EMPTY)
+    wrong_rewards = played.rewards(PlayedReply.OTHER) | played.rewards(PlayedReply.WRONG)
     shares: dict[int, float] = {}
     for index in right_rewards.keys() & empty_rewards.keys() & wrong_rewards.keys():
         gain = right_rewards[index] - wrong_rewards[index]
@@ -167,34 +171,34 @@ def _price_of_silence(played: Played) -> Finding | None:
     if not dear or 2 * len(dear) < len(right_rewards):
         return None
     index = min(dear)
-    return Finding(
+    return AuditFinding(
         f"a wrong reply earned {wrong_rewards[index]:g}, an empty one {empty_rewards[index]:g} and "
         f"the right one {right_rewards[index]:g} in {of(len(dear), len(right_rewards))}: a policy "
         f"that is right in less than {shares[index]:.0%} of its replies learns to say nothing"
     )
 
 
-def _highest(played: Played) -> tuple[int, Kind, float]:
+def _highest(played: Played) -> tuple[int, PlayedReply, float]:
     plays = ((i, kind, play.earned) for i, kind, play in played.every() if not play.failure)
-    return max(plays, key=lambda place: place[-1], default=(0, Kind.EMPTY, 0.0))
+    return max(plays, key=lambda place: place[-1], default=(0, PlayedReply.EMPTY, 0.0))
 
 
-def _turns(played: Played) -> list[Finding]:
+def _turns(played: Played) -> list[AuditFinding]:
     repeated = (
         "step() gives the messages of reset() again, which the model has read: it reads them "
     )
-    remarks = [Finding(f"{repeated}twice; give what follows the reply alone")] * played.repeats
+    remarks = [AuditFinding(f"{repeated}twice; give what follows the reply alone")] * played.repeats
     going = [place for place in played.every() if not (place[-1].is_done or place[-1].failure)]
     endless = [kind.value for _, kind, play in going if play.num_turns == MOST_TURNS]
     if endless:
         text = f"{endless[0]} has not ended an episode after {MOST_TURNS:,} turns"
-        remarks.append(Finding(f"{text}: let step() return done=True at some turn"))
-    wrong = (Kind.EMPTY, Kind.WORD, Kind.WRONG, Kind.OTHER)
+        remarks.append(AuditFinding(f"{text}: let step() return done=True at some turn"))
+    wrong = (PlayedReply.EMPTY, PlayedReply.WORD, PlayedReply.WRONG, PlayedReply.OTHER)
     paid = [place for place in going if place[1] in wrong and place[-1].earned > 0]
     for index, kind, play in paid[:1]:
         text = f"{kind.value} earned {play.earned:g} in {counted(play.num_turns, 'turn')} without "
         text += f"an end, such as for task {index}: turns that do not end are paid"
-        remarks.append(Finding(text))
+        remarks.append(AuditFinding(text))
     return remarks
 
 
@@ -225,7 +229,7 @@ def _cut(played: Played) -> Iterator[str]:
         yield f"{text}, such as task {cut[0]}: a run keeps the first ones"
 
 
-def slowness(played: Played, *, limit_s: float) -> list[Finding]:
+def slowness(played: Played, *, limit_s: float) -> list[AuditFinding]:
     """Returns whether the judge is slow for the episodes of a step, which one worker plays."""
     num_episodes = played.limits.num_episodes
     seconds = sum(play_s for play_s, _ in played.timed)
@@ -239,63 +243,70 @@ def slowness(played: Played, *, limit_s: float) -> list[Finding]:
         text = (
             f"the judge is slow: {shortest_s:.2g} s for a reply, so that none were judged at once"
         )
-        return [Finding(f"{text}, as a run does")]
+        return [AuditFinding(f"{text}, as a run does")]
     step_s = each_s * num_episodes
     if longest_s <= max(1.0, limit_s / 2) and step_s <= _MOST_STEP_S:
         return []
     text = f"the judge is slow: {each_s:.2g} s an episode, so that {num_episodes} episodes take "
     text += f"{step_s:.0f} s of one worker, and {longest_s:.2g} s for a reply, of at most "
-    return [Finding(f"{text}{limit_s:g} s for a call")]
+    return [AuditFinding(f"{text}{limit_s:g} s for a call")]
 
 
 def _silent(played: Played) -> set[int]:
     """Returns the tasks in which an empty reply alone earned something."""
     paid = [(index, kind) for index, kind, play in played.every() if play.earned > 0]
-    return {index for index, _ in paid} - {index for index, kind in paid if kind is not Kind.EMPTY}
+    return {index for index, _ in paid} - {
+        index for index, kind in paid if kind is not PlayedReply.EMPTY
+    }
 
 
-def _free(played: Played) -> list[Finding]:
+def _free(played: Played) -> list[AuditFinding]:
     """Returns what was earned for nothing where no right answer is known."""
-    empty = played.rewards(Kind.EMPTY)
+    empty = played.rewards(PlayedReply.EMPTY)
     remarks = []
-    word, wrong = (played.rewards(kind) for kind in (Kind.WORD, Kind.WRONG))
+    word, wrong = (played.rewards(kind) for kind in (PlayedReply.WORD, PlayedReply.WRONG))
     free = [i for i, reward in word.items() if i in empty and empty[i] >= max(reward, 1e-9)]
     if free:
         text = f"an empty reply earned {empty[free[0]]:g} in {of(len(free), len(word))}, no less "
         is_most = 2 * len(_silent(played)) >= len(word)
         text += "than the other replies that were tried"
-        remarks.append(Finding(text, is_refused=is_most))
-    right = played.rewards(Kind.RIGHT)
+        remarks.append(AuditFinding(text, is_refused=is_most))
+    right = played.rewards(PlayedReply.RIGHT)
     full = max(1.0, _highest(played)[-1])
     paid = [index for index, reward in wrong.items() if reward >= full and index not in right]
     if paid:
         text = f"a reply that is wrong earned {wrong[paid[0]]:g} in {of(len(paid), len(wrong))}"
-        remarks.append(Finding(f"{text}, such as for {_example(played, paid[0], Kind.WRONG)}"))
+        remarks.append(
+            AuditFinding(f"{text}, such as for {_example(played, paid[0], PlayedReply.WRONG)}")
+        )
     return remarks
 
 
 # The faults by the share of the right answer's reward that a reply earned beyond an empty one.
-_RULES: dict[Kind, tuple[Callable[[float], bool], str]] = {
-    Kind.WRONG: (lambda share: share >= 1, "earned as much as the right answer"),
-    Kind.OTHER: (lambda share: share >= 1, "earned as much as the right one"),
-    Kind.FORMED: (lambda share: share >= 1, "earned as much as the right one or more"),
+_RULES: dict[PlayedReply, tuple[Callable[[float], bool], str]] = {
+    PlayedReply.WRONG: (lambda share: share >= 1, "earned as much as the right answer"),
+    PlayedReply.OTHER: (lambda share: share >= 1, "earned as much as the right one"),
+    PlayedReply.FORMED: (lambda share: share >= 1, "earned as much as the right one or more"),
     # Length may have a price.
-    Kind.THOUGHT: (lambda share: share > 0.5, "earned as when it is said"),
-    Kind.BEHIND: (lambda share: share < 0.5, "earned less than without them"),
-    Kind.CUT: (lambda share: share >= 1, "earned as much as the whole one"),
-    Kind.HEDGED: (lambda share: share >= 1, "earned as much as the right one alone"),
-    Kind.LONGER: (lambda share: share > 1 + 1e-6, "earned more than without them"),
-    Kind.WORDS: (lambda share: share >= 0.5, "earned half of what the right answer does, or more"),
-    Kind.AGAIN: (
+    PlayedReply.THOUGHT: (lambda share: share > 0.5, "earned as when it is said"),
+    PlayedReply.BEHIND: (lambda share: share < 0.5, "earned less than without them"),
+    PlayedReply.CUT: (lambda share: share >= 1, "earned as much as the whole one"),
+    PlayedReply.HEDGED: (lambda share: share >= 1, "earned as much as the right one alone"),
+    PlayedReply.LONGER: (lambda share: share > 1 + 1e-6, "earned more than without them"),
+    PlayedReply.WORDS: (
+        lambda share: share >= 0.5,
+        "earned half of what the right answer does, or more",
+    ),
+    PlayedReply.AGAIN: (
         lambda share: abs(share - 1) > 1e-6,
         "earned another reward while other episodes were open, which share what __init__ made,",
     ),
 }
 
 
-def _wrong(played: Played, kind: Kind) -> list[int]:
+def _wrong(played: Played, kind: PlayedReply) -> list[int]:
     """Returns the tasks in which a kind of `_RULES` did not earn what it should."""
-    right, empty = (played.rewards(of) for of in (Kind.RIGHT, Kind.EMPTY))
+    right, empty = (played.rewards(of) for of in (PlayedReply.RIGHT, PlayedReply.EMPTY))
     is_wrong, _ = _RULES[kind]
     good = {index for index in right.keys() & empty.keys() if right[index] > empty[index]}
     return [
@@ -317,35 +328,35 @@ def headline(played: Played) -> str:
 def table(played: Played) -> list[str]:
     """Returns the lines of the table: what each reply earned, in how many tasks."""
     rows = [("reply", "tasks", "reward", "as it should")]
-    for kind in Kind:
+    for kind in PlayedReply:
         rewards = played.rewards(kind)
         plays = played.plays[kind].values()
         failed = len(plays) - len(rewards)
         if plays:
             name = kind.value
-            if kind is Kind.RIGHT and played.form not in (OWN, PLAIN):
+            if kind is PlayedReply.RIGHT and played.form not in (OWN, PLAIN):
                 name += f", as {quoted(played.form.replace('{}', '...'))}"
             earned = sorted(rewards.values())
             spread = f"{earned[0]:g}" if earned else "-"
             if earned and earned[-1] > earned[0]:
                 spread += f" to {earned[-1]:g}, mean {fmean(earned):.3g}"
-            is_ruled = kind in _RULES or kind in (Kind.RIGHT, Kind.EMPTY)
+            is_ruled = kind in _RULES or kind in (PlayedReply.RIGHT, PlayedReply.EMPTY)
             ends = ""
-            if is_ruled and played.rewards(Kind.RIGHT):
+            if is_ruled and played.rewards(PlayedReply.RIGHT):
                 wrong = len(_wrong(played, kind) if kind in _RULES else played.poor())
                 ends = f"no, {counted(wrong, 'task')}" if wrong else "yes"
             going = sum(not (play.is_done or play.failure) for play in plays)
             ends = f"{going} had not ended" if going else ends
             rows.append((name, f"{len(plays)}", spread, f"{failed} failed" if failed else ends))
     lines = aligned(rows) if len(rows) > 1 else []
-    has_right = any(task.right for task in played.tasks) or played.plays[Kind.OWN]
+    has_right = any(task.right for task in played.tasks) or played.plays[PlayedReply.OWN]
     if played.tasks and not has_right and not played.first_call:
         lines.append("no right answer is known: let reset() set self.expected_answer to play it")
     return lines
 
 
-def _example(played: Played, index: int, kind: Kind = Kind.RIGHT) -> str:
+def _example(played: Played, index: int, kind: PlayedReply = PlayedReply.RIGHT) -> str:
     task = next(task for task in played.tasks if task.index == index)
     reply = played.plays[kind][index].said
     text = f"task {index}, {quoted(task.prompt)}, reply {quoted(reply)}"
-    return text if kind is Kind.RIGHT else f"{text}, right {quoted(task.right)}"
+    return text if kind is PlayedReply.RIGHT else f"{text}, right {quoted(task.right)}"

@@ -33,7 +33,7 @@ from typing import Any, TypeVar, cast
 import tomli_w
 from pydantic import JsonValue
 from slipstream.client.audit import Audit
-from slipstream.client.audit_report import Finding, findings
+from slipstream.client.audit_report import AuditFinding, findings
 from slipstream.client.client import LOOK_S, Client, NoController
 from slipstream.client.environment import AnyEnvironment, Environment
 from slipstream.client.environment_loader import running_place
@@ -442,7 +442,7 @@ async def _serve_all(plan: _Plan, before: tuple[int, str]) -> None:
 def _audit(player: _Served, plan: _Plan) -> None:
     """Plays an environment for a second, as a command does; raises ConfigError to refuse it."""
 
-    async def audited() -> list[Finding]:
+    async def audited() -> list[AuditFinding]:
         # An environment without tasks is refused here.
         host = EpisodeHost(player.environment)
         config = plan.config

@@ -33,7 +33,7 @@ _NAME_BITS = (1 << 64) - 1
 
 
 @dataclass
-class OpenGroup:
+class VerifiedGroup:
     """A group that no version was made from yet."""
 
     task: Task
@@ -51,7 +51,7 @@ class PendingBatch:
     """A batch that waits to be checked, with its groups by name, and its lags if it was trained."""
 
     record: Record
-    groups: dict[str, OpenGroup]
+    groups: dict[str, VerifiedGroup]
     lags: Counter[int] | None = None
 
 
@@ -62,7 +62,7 @@ class JournalCheck:
         self._findings = findings
         self.run_ids: list[str] = []
         # Groups without an end, and those of batches that no version was made from.
-        self._groups: dict[str, OpenGroup] = {}
+        self._groups: dict[str, VerifiedGroup] = {}
         self._num_groups = 0
         self._evaluating: set[str] = set()
         # Hashes of the names of trajectories that ended, and of those that were trained.
@@ -192,7 +192,7 @@ class JournalCheck:
                 self._num_groups,
             )
             self._num_groups += 1
-            self._groups[name] = OpenGroup(
+            self._groups[name] = VerifiedGroup(
                 task,
                 record["deadline"],
             )

@@ -187,12 +187,12 @@ class _Check:
             self.fail(loading.failure.message)
         if options.no_play:
             return f"environment {options.check} is loaded: {loading.loaded.digest}"
-        from slipstream.client.audit import Audit, Limits
+        from slipstream.client.audit import Audit, EpisodeLimits
         from slipstream.client.audit_data import key_of
         from slipstream.client.audit_report import findings, headline, slowness, table
 
         loaded = loading.loaded
-        limits = Limits(**json.loads(options.limits))
+        limits = EpisodeLimits(**json.loads(options.limits))
         audit = Audit(self._host, self._call, loaded=loaded, limit_s=options.seconds, limits=limits)
         # Without a fixed seed sets have another order in each process, as in no run.
         if not options.warn and "PYTHONHASHSEED" in os.environ:

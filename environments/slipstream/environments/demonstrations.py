@@ -17,7 +17,7 @@ REPLY_ROLE = "assistant"
 RECORDED = "unreadable"
 
 
-class Reply(NamedTuple):
+class DemonstratedReply(NamedTuple):
     """A prompt and the reply to it."""
 
     messages: tuple[Message, ...]
@@ -30,7 +30,7 @@ class Conversation(NamedTuple):
     A chat template may end a reply otherwise before `following`, such as a tool's result.
     """
 
-    turns: tuple[Reply, ...]
+    turns: tuple[DemonstratedReply, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
     following: tuple[Message, ...] = ()
 
@@ -174,12 +174,12 @@ def _message(cell: question_files.Cell, where: str, *, takes_any: bool) -> tuple
 
 def _turns(
     marked_messages: Sequence[tuple[Message, bool]], where: str
-) -> tuple[tuple[Reply, ...], tuple[Message, ...]]:
+) -> tuple[tuple[DemonstratedReply, ...], tuple[Message, ...]]:
     """Returns the turns up to the last trained reply, and the message that follows it.
 
     Raises ConfigError for an empty reply, a reply without a message before it, or no reply at all.
     """
-    turns: list[Reply] = []
+    turns: list[DemonstratedReply] = []
     read: list[Message] = []
     for message, is_trained in marked_messages:
         if not is_trained:
@@ -191,7 +191,7 @@ def _turns(
             raise ConfigError(f"{where}: a reply is a text, got {len(message.content)} parts")
         if not message.text.strip():
             raise ConfigError(f"{where}: a reply is empty")
-        turns.append(Reply(tuple(read), message.text))
+        turns.append(DemonstratedReply(tuple(read), message.text))
         read = []
     if not turns:
         raise ConfigError(f"{where} has no message with role = {REPLY_ROLE!r}")

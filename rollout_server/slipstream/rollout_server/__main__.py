@@ -77,7 +77,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 async def _serve(config: Config, options: argparse.Namespace) -> int:
     from slipstream.core.configuration.reply_ends import find_reply_ends
     from slipstream.core.models.vision import image_tokens
-    from slipstream.rollout_server.episodes.play import Model
+    from slipstream.rollout_server.episodes.play import ServedModel
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer
@@ -135,7 +135,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
             ),
             takes_tools=settings.tool_parser is not None,
         )
-        model = Model(engine, renderer, AgentServices(engine.llm, renderer, settings))
+        model = ServedModel(engine, renderer, AgentServices(engine.llm, renderer, settings))
         server = RolloutServer(config, options.controller, server_id, model, gateway)
         run_stopped = await server.run(stop)
     except* EngineDied as died:

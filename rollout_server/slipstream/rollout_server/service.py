@@ -51,7 +51,7 @@ from slipstream.protocol.access.security import call_metadata, cause_of, open_ch
 from slipstream.protocol.rich_errors import REFUSALS, Reason, broken_stream, has_reason
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
-from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Model
+from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, ServedModel
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.part import Fetches
 from slipstream.rollout_server.parts import open_sender, server_parts
@@ -82,7 +82,7 @@ class RolloutServer:
         config: Config,
         address: str,
         server_id: ServerId,
-        model: Model,
+        model: ServedModel,
         gateway: WorkerGateway,
     ) -> None:
         """Loads the credentials, and opens the storage of weights if the server reads from it.

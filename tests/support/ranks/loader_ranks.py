@@ -17,7 +17,13 @@ from typing import Any
 
 import torch
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
-from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlanCheck, Replay, cut, record
+from slipstream.rollout_server.weights.copy_plan import (
+    CopyPlan,
+    PlanCheck,
+    PlannedCopies,
+    cut,
+    record,
+)
 
 LIMIT_S = 500.0
 BUCKET_BYTES = 24_000
@@ -252,7 +258,7 @@ def _compare(
     plan = record(model.load_weights, parameters, buckets, torch.device("cpu"))
     assert all(torch.equal(before[n], t) for n, t in parameters.items()), "recording wrote"
 
-    replay = Replay(plan, parameters)
+    replay = PlannedCopies(plan, parameters)
     room = [torch.zeros(max(b.num_bytes for b in buckets), dtype=torch.uint8) for _ in range(2)]
     for place, bucket in enumerate(buckets):
         buffer = room[place % 2][: bucket.num_bytes]

@@ -63,7 +63,7 @@ def run_rank(folder: Path, job: str) -> None:
     if job == "fp8" and not torch.cuda.is_available():
         torch.save(see_fp8(config_of(job, folder)), folder / f"memory-{job}.pt")
         return
-    from slipstream.learner.trainer.model.model import Part
+    from slipstream.learner.trainer.model.model import MemoryPart
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.weight_stream import open_stream
 
@@ -80,9 +80,9 @@ def run_rank(folder: Path, job: str) -> None:
         digests.append(stream.run().identity)
         assert num_bytes(policy) == between[-1]
     logprobs = score(policy, probe(config))
-    with policy.memory.resident(*Part):
+    with policy.memory.resident(*MemoryPart):
         inside = num_bytes(policy)
-        dtypes = {part.value: dtypes_of(policy, part) for part in Part}
+        dtypes = {part.value: dtypes_of(policy, part) for part in MemoryPart}
     result = {
         "metrics": metrics,
         "digests": digests,
@@ -113,10 +113,10 @@ def see_fp8(config: Config) -> dict:
 
 def num_bytes(policy: Policy) -> dict[str, int]:
     """What each part occupies now, in bytes of storage; where there is a GPU, of that alone."""
-    from slipstream.learner.trainer.model.model import Part
+    from slipstream.learner.trainer.model.model import MemoryPart
 
     found = {}
-    for part in Part:
+    for part in MemoryPart:
         storages = map(torch.Tensor.untyped_storage, tensors(policy, part))
         here = [s for s in storages if s.is_cuda or not torch.cuda.is_available()]
         unique = {s.data_ptr(): s.nbytes() for s in here}
@@ -132,8 +132,8 @@ def tensors(policy: Policy, part: object) -> list[torch.Tensor]:
     from slipstream.learner.trainer.model import model
     from slipstream.learner.trainer.model import policy as policy_module
 
-    if part is model.Part.PARAMETERS:
+    if part is model.MemoryPart.PARAMETERS:
         return list(model.parameters(policy.chunks))
-    if part is model.Part.GRADIENTS:
+    if part is model.MemoryPart.GRADIENTS:
         return list(model.gradient_buffers(policy.chunks))
     return list(policy_module.optimizer_state(policy.optimizer, policy.chunks))

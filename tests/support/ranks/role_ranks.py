@@ -150,7 +150,7 @@ def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
 def roles(folder: Path, job: str) -> None:
     """What the roles say and learn by themselves, then what the policy learns with them."""
     from slipstream.extensions.other_models.trainer import Roles
-    from slipstream.learner.trainer.model.model import Part, unwrapped
+    from slipstream.learner.trainer.model.model import MemoryPart, unwrapped
 
     config = config_of(job, folder)
     policy = opened(config)
@@ -182,7 +182,7 @@ def roles(folder: Path, job: str) -> None:
         all(torch.equal(after[name], before[name]) for name in before)
         for after in results.pop("weights")
     ]
-    with critic.model.memory.resident(Part.PARAMETERS):
+    with critic.model.memory.resident(MemoryPart.PARAMETERS):
         head = getattr(unwrapped(critic.model.chunks[-1]), "output_layer", None)
         state = {} if head is None else head.state_dict()
         results["head"] = {name: value.clone() for name, value in state.items()}
@@ -192,7 +192,7 @@ def roles(folder: Path, job: str) -> None:
 
 def train(policy: Policy, opened: Roles, config: Config) -> dict:
     """Three steps: the critic alone, then both until the reference is refreshed, then again."""
-    from slipstream.learner.trainer.model.model import Part, torch_optimizers
+    from slipstream.learner.trainer.model.model import MemoryPart, torch_optimizers
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
     from slipstream.learner.trainer.step import TrainingStep
 
@@ -204,7 +204,7 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
         results["metrics"].append(step.run(batch).metrics)
         results["references"].append(_joined(_sampled(reference.logprobs(batches(config)[0]))))
         results["weights"].append(weights_of(policy))
-        with policy.memory.resident(Part.OPTIMIZER):
+        with policy.memory.resident(MemoryPart.OPTIMIZER):
             states = [s for part in torch_optimizers(policy.optimizer) for s in part.state.values()]
             squares = [float(state["exp_avg"].square().sum()) for state in states]
             results["momentum"].append(math.sqrt(sum(squares)))
@@ -241,14 +241,14 @@ def refresh(folder: Path, model: str, other: str) -> None:
 def save(folder: Path, layout: str) -> None:
     """Saves the models of a layout after two of three steps, asynchronously."""
     from slipstream.core.types import PolicyVersion
-    from slipstream.learner.trainer.model.model import Part
+    from slipstream.learner.trainer.model.model import MemoryPart
 
     run = _Run(config_of_run(layout, folder, layout))
     for batch in batches(run.config)[:2]:
         run.step.run(batch)
     with contextlib.ExitStack() as stack:
         for memory in (run.policy.memory, *(m.memory for m in run.roles.models().values())):
-            stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
+            stack.enter_context(memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER))
         run.checkpointer.save(PolicyVersion(0, 2), b"digest")
     results = run.last_step()
     run.checkpointer.finish()

@@ -23,7 +23,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.bucket_fill import (
         BridgeFilling,
-        Kind,
+        ExportedPart,
         PlannedFilling,
         plan_filling,
     )
@@ -39,7 +39,7 @@ def run_rank(folder: Path, job: str) -> None:
     policy = opened(config)
     whole = open_stream(policy, config)
     assert isinstance(whole._filling, PlannedFilling)
-    filling = plan_filling(policy, Kind.MERGED)
+    filling = plan_filling(policy, ExportedPart.MERGED)
     stream = WeightStream(policy, filling, bucket_bytes=BUCKET_BYTES)
     facts: dict = {
         "senders": list(stream.senders),
@@ -84,7 +84,7 @@ def run_rank(folder: Path, job: str) -> None:
         for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters()):
             parameter.view(-1)[::50] += 0.01
     one_pass()
-    by_bridge = BridgeFilling(policy, Kind.MERGED, senders=(0,))
+    by_bridge = BridgeFilling(policy, ExportedPart.MERGED, senders=(0,))
     slow = WeightStream(policy, by_bridge, bucket_bytes=BUCKET_BYTES)
     assert slow.senders == (0,)
     assert slow.run().identity.hex() == facts["passes"][-1]["identity"]

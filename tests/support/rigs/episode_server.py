@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, Trajectory
-from slipstream.rollout_server.episodes.play import Model
+from slipstream.rollout_server.episodes.play import ServedModel
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
 from slipstream.v1 import environment_pb2, fleet_pb2
@@ -124,7 +124,7 @@ async def serving(
     async with FakeFleet(heartbeat_timeout_s=20.0) as fleet:
         takes_tools = config.rollout_server.tool_parser is not None
         gateway = WorkerGateway(logs, log_bytes=1 << 20, takes_tools=takes_tools)
-        model = Model(engine, engine.renderer, engine.agents)
+        model = ServedModel(engine, engine.renderer, engine.agents)
         program = RolloutServer(config, fleet.address, ServerId("s"), model, gateway)
         task = asyncio.create_task(program.run(stop))
         connection = await fleet.joined()

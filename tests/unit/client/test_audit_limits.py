@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 from slipstream.client import AgentEnvironment, Environment, ResetResult, StepResult
-from slipstream.client.audit import Audit, Limits
-from slipstream.client.audit_report import Finding, findings
+from slipstream.client.audit import Audit, EpisodeLimits
+from slipstream.client.audit_report import AuditFinding, findings
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.v1 import environment_pb2 as pb
 
@@ -154,7 +154,7 @@ class SingleAgent(AgentEnvironment):
         return 1.0
 
 
-async def audited(environment: Environment, limits: Limits) -> list[Finding]:
+async def audited(environment: Environment, limits: EpisodeLimits) -> list[AuditFinding]:
     host = EpisodeHost(environment)
 
     async def ask(**command: object) -> pb.WorkerMessage:
@@ -168,7 +168,7 @@ async def audited(environment: Environment, limits: Limits) -> list[Finding]:
         await host.close_all()
 
 
-RUN = Limits(has_tools=False, max_images=0, max_turns=3, max_reply_tokens=16)
+RUN = EpisodeLimits(has_tools=False, max_images=0, max_turns=3, max_reply_tokens=16)
 
 
 @pytest.mark.parametrize(
@@ -212,13 +212,13 @@ async def test_what_a_run_takes_as_it_is_is_not_refused(environment) -> None:
 @pytest.mark.parametrize("environment", [Single, SingleAgent])
 async def test_a_single_place_is_enough_where_one_episode_is_played_at_a_time(environment) -> None:
     for at_once, is_told in ((8, True), (1, False)):
-        findings = await audited(environment(), Limits(at_once=at_once, in_all=at_once))
+        findings = await audited(environment(), EpisodeLimits(at_once=at_once, in_all=at_once))
         assert any("no place is free" in finding.text for finding in findings) == is_told, findings
 
 
 async def test_a_single_place_is_told_where_workers_play_one_episode_each() -> None:
     # The place may be one of each worker, or one for all of them.
-    (finding,) = await audited(SingleAgent(), Limits(at_once=1, in_all=4))
+    (finding,) = await audited(SingleAgent(), EpisodeLimits(at_once=1, in_all=4))
     assert ("no place is free" in finding.text, finding.is_refused) == (True, False)
 
 
@@ -226,7 +226,7 @@ async def test_prompts_that_differ_are_refused_where_their_rewards_are_compared(
     for compares in (True, False):
         findings = [
             finding
-            for finding in await audited(Unequal(), Limits(compares=compares))
+            for finding in await audited(Unequal(), EpisodeLimits(compares=compares))
             if "begin otherwise when they are reset twice" in finding.text
         ]
         assert [finding.is_refused for finding in findings] == [compares]

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.client.audit import Audit, Kind, Limits, Play, Played
+from slipstream.client.audit import Audit, EpisodeLimits, Played, PlayedEpisode, PlayedReply
 from slipstream.client.audit_data import key_of, shared_questions
-from slipstream.client.audit_report import Finding, findings, slowness, table
+from slipstream.client.audit_report import AuditFinding, findings, slowness, table
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.environments.questions import MathJudge
 from slipstream.v1 import environment_pb2 as pb
@@ -47,7 +47,7 @@ def each_of(name: str) -> Iterator[object]:
         yield pytest.param(case, id=case["name"], marks=[pytest.mark.long] * is_long)
 
 
-async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[Finding]:
+async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[AuditFinding]:
     args = case["args"]
     if case["rows"] is not None:
         path = folder / "rows.jsonl"
@@ -57,7 +57,7 @@ async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[F
     spec = {"reference": case["class"], "args_json": json.dumps(args), "search_path": str(DATA)}
     loading = await host.answer(pb.WorkerCommand(load={"spec": spec}))
     if loading.HasField("failure"):
-        return [Finding(loading.failure.message, is_refused=True)]
+        return [AuditFinding(loading.failure.message, is_refused=True)]
 
     async def ask(**command: object) -> pb.WorkerMessage:
         return await host.answer(pb.WorkerCommand(**command))
@@ -123,9 +123,11 @@ def test_many_rows_are_compared_on_both_sides() -> None:
 )
 def test_a_slow_judge_is_told(calls_s, timed_s, num_episodes, says) -> None:
     # An episode that was played to choose a form is not timed.
-    played = Played(20, limits=Limits(num_episodes=num_episodes), calls_s=[*calls_s, 0.1])
+    played = Played(20, limits=EpisodeLimits(num_episodes=num_episodes), calls_s=[*calls_s, 0.1])
     played.timed = [(timed_s, len(calls_s)), (0.0, 0)]
-    played.plays[Kind.RIGHT] = dict.fromkeys(range(len(calls_s)), Play(num_turns=1, is_done=True))
+    played.plays[PlayedReply.RIGHT] = dict.fromkeys(
+        range(len(calls_s)), PlayedEpisode(num_turns=1, is_done=True)
+    )
     findings = slowness(played, limit_s=10.0)
     assert [finding.is_refused for finding in findings] == [False] * bool(says)
     assert says in "".join(finding.text for finding in findings)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from slipstream.client.audit import Audit, Kind, Limits, Played
+from slipstream.client.audit import Audit, EpisodeLimits, Played, PlayedReply
 from slipstream.client.audit_report import findings
 from slipstream.client.conversion import group_verdict
 from slipstream.client.environment import Environment, FinishedEpisode, GroupReward, StepResult
@@ -63,7 +63,7 @@ async def audited(environment: Environment[str]) -> Played:
         ask,
         loaded=loaded,
         limit_s=600.0,
-        limits=Limits(),
+        limits=EpisodeLimits(),
     )
     try:
         return await audit.run()
@@ -73,8 +73,8 @@ async def audited(environment: Environment[str]) -> Played:
 
 async def test_an_audit_compares_what_it_plays() -> None:
     played = await audited(Ranked())
-    right_rewards = played.rewards(Kind.RIGHT)
-    empty_rewards = played.rewards(Kind.EMPTY)
+    right_rewards = played.rewards(PlayedReply.RIGHT)
+    empty_rewards = played.rewards(PlayedReply.EMPTY)
     assert set(right_rewards.values()) == {1.0}
     assert set(empty_rewards.values()) == {0.0}
     refusals = [finding for finding in findings(played) if finding.is_refused]

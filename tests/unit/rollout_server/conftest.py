@@ -10,7 +10,7 @@ from slipstream.core.configuration.reply_ends import ReplyEnds
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId, Trajectory
 from slipstream.learner.trainer.tiny_model import make_tokenizer
-from slipstream.rollout_server.episodes.play import Model
+from slipstream.rollout_server.episodes.play import ServedModel
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
@@ -86,7 +86,9 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
         async with FakeFleet(**fleet_options) as fleet:
             fleet.client = EchoClient()
             gateway = WorkerGateway(tmp_path / "logs", log_bytes=1 << 20)
-            model = Model(engine, renderer, AgentServices(None, renderer, config.rollout_server))
+            model = ServedModel(
+                engine, renderer, AgentServices(None, renderer, config.rollout_server)
+            )
             address = at or fleet.address
             server = RolloutServer(config, address, ServerId("server-0"), model, gateway)
             task = asyncio.create_task(server.run(stop))

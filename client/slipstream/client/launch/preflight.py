@@ -27,7 +27,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.client.audit import Limits
+from slipstream.client.audit import EpisodeLimits
 from slipstream.client.launch.findings import Finding, Scene, problem
 from slipstream.client.launch.remembered import REMEMBERED_S, Remembered, key_of
 from slipstream.client.run_folder import make_folder, make_run_folder
@@ -396,7 +396,7 @@ def audit_command(section: PlayedSection, config: Config) -> list[str]:
     return command + ["--tell"] * (config.run.audit == "tell")
 
 
-def limits_of(config: Config, *, num_workers: int, measured: int = 0) -> Limits:
+def limits_of(config: Config, *, num_workers: int, measured: int = 0) -> EpisodeLimits:
     """Returns what the audit of an environment goes by that `num_workers` of all servers play.
 
     `measured` is the number of an evaluation's episodes, or 0 for an environment that is trained.
@@ -405,7 +405,7 @@ def limits_of(config: Config, *, num_workers: int, measured: int = 0) -> Limits:
     server = config.rollout_server
     algorithm = config.algorithm
     of_step = algorithm.groups_per_step * algorithm.group_size
-    return Limits(
+    return EpisodeLimits(
         has_tools=server.tool_parser is not None,
         max_images=sampling.max_images,
         max_turns=sampling.max_turns or MAX_TURNS,

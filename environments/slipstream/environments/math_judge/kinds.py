@@ -30,7 +30,7 @@ class Case(NamedTuple):
     reply: str = ""
 
 
-class Kind(NamedTuple):
+class AnswerKind(NamedTuple):
     """A kind of right answers: `read` returns the answer of this kind in a case, or None."""
 
     name: str
@@ -43,74 +43,74 @@ def _expression(case: Case) -> RightAnswer | None:
 
 # The first kind that recognises an answer is its kind.
 KINDS = (
-    Kind(
+    AnswerKind(
         name="choice",
         read=lambda case: Choice.read(case.text, case.question, right_answer),
     ),
-    Kind(
+    AnswerKind(
         name="yes or no",
         read=lambda case: Truth.read(case.text),
     ),
-    Kind(
+    AnswerKind(
         name="nothing",
         read=lambda case: Nothing.read(case.text),
     ),
-    Kind(
+    AnswerKind(
         name="date",
         read=lambda case: Date.read(case.text),
     ),
-    Kind(
+    AnswerKind(
         name="time",
         read=lambda case: Time.read(case.text, case.question),
     ),
-    Kind(
+    AnswerKind(
         name="ratio",
         read=lambda case: Ratio.read(case.text, case.question),
     ),
-    Kind(
+    AnswerKind(
         name="money",
         read=lambda case: Money.read(case.written, case.question, case.reply),
     ),
-    Kind(
+    AnswerKind(
         name="number",
         read=lambda case: Number.read(case.text, case.question),
     ),
-    Kind(
+    AnswerKind(
         name="reaction",
         read=lambda case: Reaction.read(case.text),
     ),
-    Kind(
+    AnswerKind(
         name="bound",
         read=lambda case: Bound.read(case.text),
     ),
-    Kind(
+    AnswerKind(
         name="interval",
         read=lambda case: Intervals.read(case.text, case.question),
     ),
-    Kind(
+    AnswerKind(
         name="quantity",
         read=lambda case: Quantity.read(case.text, case.question),
     ),
-    Kind(
+    AnswerKind(
         name="list",
         read=lambda case: Several.read(case.text, right_answer),
     ),
-    Kind(
+    AnswerKind(
         name="word",
         read=lambda case: Word.read(case.text),
     ),
-    Kind(
+    AnswerKind(
         name="expression",
         read=_expression,
     ),
-    Kind(
+    AnswerKind(
         name="text",
         read=lambda case: Text(case.text),
     ),
 )
 
 
-class Verdict(NamedTuple):
+class AnswerVerdict(NamedTuple):
     """Whether a reply has an answer of the right answer's kind, and whether it is right."""
 
     readable: bool
@@ -135,7 +135,7 @@ def _read(case: Case) -> tuple[str, RightAnswer]:
     raise AssertionError("every answer is a text")
 
 
-def judge(answer: str, reply: str, question: str = "") -> Verdict:
+def judge(answer: str, reply: str, question: str = "") -> AnswerVerdict:
     """Returns the verdict on a reply, whose thoughts are cut, to a question, "" if not known."""
     _, right = _read(Case(readable(answer), question, answer, reply))
     statement = final_statement(reply, keeps_factorial="!" in answer)
@@ -148,5 +148,5 @@ def judge(answer: str, reply: str, question: str = "") -> Verdict:
             continue
         agrees = right.agrees(phrase)
         if agrees is not None:
-            return Verdict(readable=True, right=agrees)
-    return Verdict(readable=False, right=False)
+            return AnswerVerdict(readable=True, right=agrees)
+    return AnswerVerdict(readable=False, right=False)

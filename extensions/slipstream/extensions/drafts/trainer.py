@@ -19,7 +19,7 @@ from slipstream.extensions.drafts.layer import DraftLayer, draft_states
 from slipstream.extensions.drafts.settings import DraftsSection
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.model.logprobs import vocab_parallel_logprobs
-from slipstream.learner.trainer.model.model import Part, unwrapped
+from slipstream.learner.trainer.model.model import MemoryPart, unwrapped
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.step import StepPart
 from slipstream.learner.trainer.step_cost import StageTimes
@@ -77,7 +77,7 @@ class DraftTraining(StepPart):
         stages: StageTimes,
     ) -> dict[str, float]:
         """Updates the layer by what was seen; returns its loss in nats a token, by depth."""
-        with stages.measure("drafts"), self._policy.memory.resident(Part.PARAMETERS):
+        with stages.measure("drafts"), self._policy.memory.resident(MemoryPart.PARAMETERS):
             # Otherwise a replica would see new embeddings and output weights only in its own share.
             self._policy.gather_parameters()
             windows = self._windows()

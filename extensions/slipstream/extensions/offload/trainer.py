@@ -13,7 +13,7 @@ import torch
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import OffloadSection
-from slipstream.learner.trainer.model.model import DeviceMemory, Part
+from slipstream.learner.trainer.model.model import DeviceMemory, MemoryPart
 from slipstream.learner.trainer.model.model_part import ModelPart
 from torch import Tensor
 
@@ -29,19 +29,19 @@ class HostMemory(DeviceMemory):
     """
 
     def __init__(self, settings: OffloadSection) -> None:
-        self._is_offloaded = {part: bool(getattr(settings, part.value)) for part in Part}
-        self._tensors: dict[Part, Callable[[], Iterable[Tensor]]] = {}
-        self._users = dict.fromkeys(Part, 0)
-        self._away: dict[Part, list[_Away]] = {}
+        self._is_offloaded = {part: bool(getattr(settings, part.value)) for part in MemoryPart}
+        self._tensors: dict[MemoryPart, Callable[[], Iterable[Tensor]]] = {}
+        self._users = dict.fromkeys(MemoryPart, 0)
+        self._away: dict[MemoryPart, list[_Away]] = {}
 
-    def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
+    def own(self, tensors: Mapping[MemoryPart, Callable[[], Iterable[Tensor]]]) -> None:
         self._tensors.update(tensors)
 
-    def offloads(self, part: Part) -> bool:
+    def offloads(self, part: MemoryPart) -> bool:
         return self._is_offloaded[part]
 
     @contextlib.contextmanager
-    def resident(self, *parts: Part) -> Iterator[None]:
+    def resident(self, *parts: MemoryPart) -> Iterator[None]:
         """Keeps `parts` on the device inside the context; after their last use they are offloaded.
 
         A part that `own` has not set is ignored. UntrainableBatch counts as a normal end, because
@@ -62,19 +62,19 @@ class HostMemory(DeviceMemory):
             raise
         self._leave(parts)
 
-    def _leave(self, parts: Sequence[Part]) -> None:
+    def _leave(self, parts: Sequence[MemoryPart]) -> None:
         for part in parts:
             self._users[part] -= 1
             if not self._users[part] and self._is_offloaded[part] and part in self._tensors:
                 self._send(part)
 
-    def _send(self, part: Part) -> None:
+    def _send(self, part: MemoryPart) -> None:
         away = self._away[part] = list[_Away]()
         for storage in _storages(self._tensors[part]()):
             size = storage.nbytes()
             copy = None
             data = _bytes(storage)
-            if part is not Part.GRADIENTS:
+            if part is not MemoryPart.GRADIENTS:
                 copy = torch.empty_like(data, device="cpu", pin_memory=data.is_cuda).copy_(data)
             away.append((storage, size, copy))
             storage.resize_(0)

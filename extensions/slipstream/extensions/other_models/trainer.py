@@ -23,7 +23,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
 from slipstream.learner.trainer.model.batch_outputs import batch_outputs
-from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel
+from slipstream.learner.trainer.model.model import MemoryPart, ParallelModel, TrainedModel
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.model.schedule import (
     forward_logprobs,
@@ -119,7 +119,7 @@ class Roles(StepPart):
         """Copies the policy into the reference if a refresh is due."""
         every = self._refresh_every_steps
         if isinstance(self.reference, Reference) and every and (batch.step + 1) % every == 0:
-            with self.reference.model.memory.resident(Part.PARAMETERS):
+            with self.reference.model.memory.resident(MemoryPart.PARAMETERS):
                 self.reference.refresh(policy)
         return {}
 
@@ -320,7 +320,7 @@ class Critic:
         total = torch.zeros(_NUM_SUMS, dtype=torch.float64)
         norms = []
         self._num_passes = 0
-        parts = self.model.memory.resident(Part.PARAMETERS, Part.GRADIENTS)
+        parts = self.model.memory.resident(MemoryPart.PARAMETERS, MemoryPart.GRADIENTS)
         with self._ranks.in_force(), parts:
             for members in mini_batches:
                 gradients = functools.partial(self._accumulate, sequences, members)

@@ -31,7 +31,7 @@ from slipstream.core.run_folder import TARGETS
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.measurement_sections import METRICS_PORTS
 from slipstream.core.waits import within
-from slipstream.extensions.prometheus.host import CertificateEnds, HostMemory
+from slipstream.extensions.prometheus.host import CertificateEnds, HostMemoryUse
 from slipstream.protocol.access.checked_calls import Refusals
 from slipstream.protocol.access.security import Credentials, check_metrics_address, is_loopback
 from slipstream.protocol.release import OURS
@@ -70,7 +70,7 @@ class MetricsEndpoint:
         self._labels = {"run": config.run.name} | ({"server": server} if server else {})
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        for collector in (*collectors, HostMemory(), CertificateEnds(config.security)):
+        for collector in (*collectors, HostMemoryUse(), CertificateEnds(config.security)):
             self._registry.register(collector)
         names = {OURS: "version", **{name: name.replace("-", "_") for name in PACKAGES}}
         versions = {names[name]: version for name, version in installed(names).items()}

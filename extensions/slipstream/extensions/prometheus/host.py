@@ -18,7 +18,7 @@ from slipstream.protocol.access.tokens import read_secret
 CERTIFICATES = ("tls_certificate", "tls_ca", "tls_client_ca")
 
 
-class HostMemory:
+class HostMemoryUse:
     """A collector of the main memory that the machine, or the process's control group, has."""
 
     def collect(self) -> Iterator[Metric]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.extensions.proofs.proof import EQUAL, PLAIN, EpisodeProof, Rewards
-from slipstream.extensions.proofs.token_proof import Scene, TokenProof
+from slipstream.extensions.proofs.token_proof import ProofCase, TokenProof
 
 # The smallest slope that counts, and the step of finite differences.
 SMALL = 1e-9
@@ -54,13 +54,13 @@ def _share_kept(proof: EpisodeProof, groups: Sequence[tuple[float, ...]]) -> str
     return f"{num_kept} of {len(groups)}"
 
 
-def _on_policy(proof: TokenProof) -> list[Scene]:
+def _on_policy(proof: TokenProof) -> list[ProofCase]:
     """Returns scenes in which policy, proximal and sampling policy are one."""
     scenes = proof.small_scenes()
     return [replace(scene, spread=0.0) for scene in scenes]
 
 
-def _trained_places(scene: Scene) -> list[int]:
+def _trained_places(scene: ProofCase) -> list[int]:
     places = torch.nonzero(scene.mask)
     return [int(place) for place in places]
 
@@ -147,7 +147,7 @@ def _ranges_of_weights(proof: TokenProof) -> str:
     return f"weights from {near} on policy, from {far} where ratios are far"
 
 
-def _range(proof: TokenProof, scenes: Sequence[Scene]) -> str:
+def _range(proof: TokenProof, scenes: Sequence[ProofCase]) -> str:
     weights = []
     for scene in scenes:
         values = proof.computed(scene, scene.inputs())

@@ -79,7 +79,7 @@ class _CountedSums(SequenceSums):
 
 
 @dataclass(frozen=True)
-class Scene:
+class ProofCase:
     """A few test sequences, whose token fields are random.
 
     In `sequences` the letter x is a trained token, any other letter is a masked token.
@@ -229,20 +229,20 @@ class TokenProof:
             properties |= {"gradient": self._check_gradient, "entropy": self._check_entropy}
         return proof.faults(self.function, properties)
 
-    def small_scenes(self) -> list[Scene]:
+    def small_scenes(self) -> list[ProofCase]:
         """Returns a scene for each set of short sequences."""
         return [self._scene(sequences) for sequences in SEQUENCES]
 
-    def _scene(self, sequences: tuple[str, ...]) -> Scene:
-        return Scene(sequences, self.has_reference, self.has_versions)
+    def _scene(self, sequences: tuple[str, ...]) -> ProofCase:
+        return ProofCase(sequences, self.has_reference, self.has_versions)
 
-    def _scenes(self) -> list[Scene]:
+    def _scenes(self) -> list[ProofCase]:
         """Returns small scenes, then scenes of policies far apart, then that of a long sequence."""
         small = self.small_scenes()
         far = [replace(small[-1], spread=spread) for spread in (1.0, 3.0)]
         return [*small, *far, replace(self._scene(LONG), spread=3.0)]
 
-    def _result(self, tokens: LossInputs, scene: Scene) -> tuple[Tensor, Mapping[str, Tensor]]:
+    def _result(self, tokens: LossInputs, scene: ProofCase) -> tuple[Tensor, Mapping[str, Tensor]]:
         if self.function.kind == "loss":
             terms = token_terms(self.function, tokens, str(scene))
             return terms.losses, terms.reports
@@ -250,7 +250,7 @@ class TokenProof:
         return weights.weights, weights.reports
 
     def computed(
-        self, scene: Scene, tokens: LossInputs, places: Sequence[int] | None = None
+        self, scene: ProofCase, tokens: LossInputs, places: Sequence[int] | None = None
     ) -> dict[str, Tensor]:
         """Returns the function's values, gradient and reports by name, each float64 [tokens].
 
@@ -267,7 +267,7 @@ class TokenProof:
         results |= {f"report {name}": report for name, report in reports.items()}
         return {f"{name} of token": numbers.detach().double() for name, numbers in results.items()}
 
-    def _trained(self, scene: Scene) -> dict[str, Tensor]:
+    def _trained(self, scene: ProofCase) -> dict[str, Tensor]:
         results = self.computed(scene, scene.inputs())
         return {name: torch.where(scene.mask, values, 0) for name, values in results.items()}
 
@@ -320,7 +320,7 @@ class TokenProof:
             also = f"; also with {', '.join([*faults][1:])}" if len(faults) > 1 else ""
             raise RunFailed(f"{fault}{also}")
 
-    def _in_layout(self, scene: Scene, layout: Layout) -> dict[str, Tensor]:
+    def _in_layout(self, scene: ProofCase, layout: Layout) -> dict[str, Tensor]:
         """Returns the results for all tokens, by name, in the scene's order of tokens.
 
         The micro batches are computed one after another. Raises RunFailed if they ask for different
@@ -345,7 +345,7 @@ class TokenProof:
         return results
 
     def _on_two_ranks(
-        self, scene: Scene, places_of: Callable[[int], list[int]]
+        self, scene: ProofCase, places_of: Callable[[int], list[int]]
     ) -> dict[str, Tensor]:
         """Returns the results for all tokens of two ranks; `places_of` says which a rank has.
 
@@ -494,7 +494,7 @@ class TokenProof:
                 )
 
     def moved(
-        self, scene: Scene, place: int, step: float, recorded: Sequence[object] | None
+        self, scene: ProofCase, place: int, step: float, recorded: Sequence[object] | None
     ) -> float:
         """Returns the sum of the losses with `step` added to the log-probability at `place`.
 

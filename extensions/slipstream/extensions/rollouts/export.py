@@ -40,7 +40,7 @@ _MOST_CAUSES = 100
 
 
 @dataclass(frozen=True)
-class Choice:
+class RolloutSelection:
     """Which rollouts are written; steps count from 1."""
 
     first_step: int | None = None
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--last-step", type=int)
     parser.add_argument("--min-reward", type=float)
     arguments = parser.parse_args()
-    choice = Choice(arguments.first_step, arguments.last_step, arguments.min_reward)
+    choice = RolloutSelection(arguments.first_step, arguments.last_step, arguments.min_reward)
     try:
         lines = export_rollouts(arguments.folder, arguments.out, choice)
     except (SlipstreamError, OSError) as error:
@@ -73,7 +73,7 @@ def main() -> int:
     return 0
 
 
-def export_rollouts(folder: Path, out: Path, choice: Choice) -> list[str]:
+def export_rollouts(folder: Path, out: Path, choice: RolloutSelection) -> list[str]:
     """Writes the rollouts of the chosen trained steps of a run; returns lines that say what.
 
     Raises ConfigError, with nothing written, for a suffix that is none of `SUFFIXES`, a file that
@@ -114,7 +114,7 @@ def export_rollouts(folder: Path, out: Path, choice: Choice) -> list[str]:
 
 
 def _lines(
-    out: Path, steps: str, choice: Choice, counts: Counter[str], causes: Counter[str]
+    out: Path, steps: str, choice: RolloutSelection, counts: Counter[str], causes: Counter[str]
 ) -> Iterator[str]:
     below = f"; {counts['below']:,} have less than {choice.min_reward}" if counts["below"] else ""
     yield f"{out} has {counts['written']:,} rollouts of {steps}{below}"
@@ -123,7 +123,7 @@ def _lines(
         yield f"{counts['unreadable']:,} of them have no messages, mostly because {cause}"
 
 
-def chosen_batches(folder: Path, choice: Choice) -> dict[int, Record]:
+def chosen_batches(folder: Path, choice: RolloutSelection) -> dict[int, Record]:
     """Returns the journal's records of the batches that were trained, by their steps from 1.
 
     Steps that are not trained yet are left out. Raises ConfigError for a damaged journal, and if

@@ -18,7 +18,7 @@ Tokens: TypeAlias = list[int]
 Messages: TypeAlias = list[ChatMessage]
 
 
-class Turn(NamedTuple):
+class ExportedTurn(NamedTuple):
     """The tokens that the model read, and those of its reply."""
 
     context: Tokens
@@ -199,7 +199,7 @@ def _numbers(step: int, trajectory: Trajectory, part: TokenSequence) -> Row:
     }
 
 
-def turns_of(trajectory: Trajectory, part: TokenSequence) -> Iterator[Turn]:
+def turns_of(trajectory: Trajectory, part: TokenSequence) -> Iterator[ExportedTurn]:
     """Yields the turns of a conversation."""
     token_ids = trajectory.token_ids.tolist()
     lengths = trajectory.run_lengths[part.runs]
@@ -210,7 +210,7 @@ def turns_of(trajectory: Trajectory, part: TokenSequence) -> Iterator[Turn]:
     for context, reply in itertools.zip_longest(contexts, replies, fillvalue=0):
         middle = place + context
         end = middle + reply
-        yield Turn(
+        yield ExportedTurn(
             token_ids[place:middle],
             token_ids[middle:end],
         )

@@ -27,7 +27,7 @@ from slipstream.learner.trainer.batches.training_sequence import TrainingSequenc
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
 from slipstream.learner.trainer.layers.routers import moves_biases
 from slipstream.learner.trainer.model.batch_outputs import by_trajectory
-from slipstream.learner.trainer.model.model import Part, unwrapped
+from slipstream.learner.trainer.model.model import MemoryPart, unwrapped
 from slipstream.learner.trainer.model.policy import Policy, exchange
 from slipstream.learner.trainer.model.schedule import (
     forward_logprobs,
@@ -126,7 +126,7 @@ class VersionScores(StepPart):
         """Returns the log-probabilities of each trajectory's tokens, 0 for those of lag 0."""
         self._note_retrained(batch)
         adapter = batch.trajectories[0].adapter
-        parameters = self._policy.memory.resident(Part.PARAMETERS)
+        parameters = self._policy.memory.resident(MemoryPart.PARAMETERS)
         with stages.measure("estimates"), parameters:
             self._keep(adapter, batch.step)
             scores = self._scores(batch, adapter)
@@ -274,7 +274,7 @@ class VersionScores(StepPart):
     def _earlier(self, adapter: str, age: int) -> Iterator[None]:
         """Puts the weights of `age` versions ago into the policy, and keeps what comes of them."""
         policy = self._policy
-        with policy.adapters.active(adapter), policy.memory.resident(Part.PARAMETERS):
+        with policy.adapters.active(adapter), policy.memory.resident(MemoryPart.PARAMETERS):
             copies = self._copies[adapter]
             version = self._version - age
             if version not in copies:

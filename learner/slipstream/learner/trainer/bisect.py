@@ -18,7 +18,7 @@ from slipstream.core.machine.process import leave
 from slipstream.core.recorded_metrics import MetricCondition
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.records.batch_files import StoredBatch
-from slipstream.learner.trainer.group_search import Culprit, GroupSearch, Inconclusive, Trial
+from slipstream.learner.trainer.group_search import Culprit, GroupSearch, Inconclusive, SearchTrial
 from slipstream.learner.trainer.recorded_run import (
     RecordedRun,
     carry_out,
@@ -174,7 +174,7 @@ class Bisection:
         self,
         group: Suspect,
         samples: Sequence[trajectory_pb2.Trajectory],
-        baseline: Trial,
+        baseline: SearchTrial,
     ) -> None:
         """Prints the sample of the group whose absence alone heals the metric, if there is one."""
         if len(samples) < MIN_SAMPLES:
@@ -196,7 +196,7 @@ class Bisection:
             f"{self._condition.metric} is {culprit.value:.6g} ({_times(culprit)})"
         )
 
-    def _search(self, suspects: Sequence[Suspect], trials: list[Trial]) -> GroupSearch:
+    def _search(self, suspects: Sequence[Suspect], trials: list[SearchTrial]) -> GroupSearch:
         """Returns a search among groups or samples that begins with `trials`."""
         sizes = {
             step: len({message.group_id for message in batch.trajectories})

@@ -74,7 +74,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     preload()
     from slipstream.learner.trainer.checkpoints.distributed_files import load_starting_weights
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-    from slipstream.learner.trainer.model.model import Part
+    from slipstream.learner.trainer.model.model import MemoryPart
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.weights.publish import open_published
@@ -84,7 +84,7 @@ def export(config: Config, path: Path, out: Path) -> None:
     chat = RunChat.of(config)
     policy = open_policy(alone, Launch.from_environment(), load_weights=False)
     # The stored policy has all trained weights, adapters too, which `checkpoint.load` cannot load.
-    with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+    with policy.memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER):
         load_starting_weights(stored_policy(policy, with_optimizer=False), path, policy.ranks)
     policy.adapters.sizes.update(manifest.adapters)
     if open_published(policy, alone).digests().identity.hex() != manifest.weight_digest:

@@ -28,7 +28,7 @@ class Inconclusive(Exception):  # noqa: N818
 
 
 @dataclass(frozen=True)
-class Trial:
+class SearchTrial:
     """One retraining: which suspects it left out, and the metric that it gave."""
 
     left_out: Sequence[int]
@@ -78,7 +78,7 @@ class GroupSearch:
     # Whether a trial may leave out the suspects at these places.
     may_leave_out: Callable[[Sequence[int]], bool]
     # All retrainings, in their order. The first leaves out nothing.
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[SearchTrial] = field(default_factory=list)
 
     def culprit(self) -> Culprit:
         """Returns the suspect whose absence alone heals the metric.
@@ -137,9 +137,9 @@ class GroupSearch:
             "than mini-batches"
         )
 
-    def _try(self, left_out: Sequence[int]) -> Trial:
+    def _try(self, left_out: Sequence[int]) -> SearchTrial:
         value = self.train(left_out)
-        trial = Trial(left_out, value)
+        trial = SearchTrial(left_out, value)
         self.trials.append(trial)
         return trial
 

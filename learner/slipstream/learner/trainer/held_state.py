@@ -8,7 +8,7 @@ import torch
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
 from slipstream.learner.trainer.model.model import (
-    Part,
+    MemoryPart,
     parameters,
     torch_optimizers,
     unwrapped,
@@ -73,7 +73,7 @@ class HeldState:
     def _resident(self) -> AbstractContextManager[None]:
         """Has weights and optimizer of the policy on the device for the time of a block."""
         memory = self._policy.memory
-        return memory.resident(Part.PARAMETERS, Part.OPTIMIZER)
+        return memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER)
 
     def _models(
         self,

@@ -27,8 +27,8 @@ from slipstream.learner.trainer.model.logprobs import defer_projections
 from slipstream.learner.trainer.model.model import (
     Change,
     DeviceMemory,
+    MemoryPart,
     ParallelModel,
-    Part,
     TrainedModel,
     gradient_buffers,
     parameters,
@@ -161,8 +161,8 @@ def load_trained(
 
     model.memory.own(
         {
-            Part.GRADIENTS: lambda: gradient_buffers(chunks),
-            Part.OPTIMIZER: lambda: optimizer_state(optimizer, chunks),
+            MemoryPart.GRADIENTS: lambda: gradient_buffers(chunks),
+            MemoryPart.OPTIMIZER: lambda: optimizer_state(optimizer, chunks),
         }
     )
     recompute = None
@@ -241,7 +241,7 @@ def _load(
     memories = [part.memory() for part in parts]
     kernels = [part.kernels() for part in parts]
     memory = next(filter(None, memories), DeviceMemory())
-    memory.own({Part.PARAMETERS: lambda: parameters(chunks)})
+    memory.own({MemoryPart.PARAMETERS: lambda: parameters(chunks)})
     kept_logits = 0
     if ranks.device.type == "cuda":
         total = torch.cuda.get_device_properties(ranks.device).total_memory

@@ -24,7 +24,7 @@ from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel, stored_adapter
-from slipstream.learner.trainer.model.model import Part, gradient_buffers, unwrapped
+from slipstream.learner.trainer.model.model import MemoryPart, gradient_buffers, unwrapped
 from slipstream.learner.trainer.model.policy import Policy, draw_adapters
 from slipstream.learner.trainer.model.schedule import (
     forward_backward,
@@ -114,7 +114,7 @@ class Passes:
         assert step is not None
         memory = self._policy.memory
         metrics: dict[str, float] = {}
-        with self._held(step.adapter) as pending, memory.resident(Part.PARAMETERS):
+        with self._held(step.adapter) as pending, memory.resident(MemoryPart.PARAMETERS):
             match step.WhichOneof("step"):
                 case "adam":
                     if list(pending.reports) != [order.id for order in batch.passes]:
@@ -128,7 +128,7 @@ class Passes:
                         self._policy.zero_grad()
                     rate = step.adam.learning_rate
                     try:
-                        with memory.resident(Part.GRADIENTS):
+                        with memory.resident(MemoryPart.GRADIENTS):
                             assert self._policy.scaler is None, "float16 would compute again"
                             norm = update_weights(self._policy, rate, list, adam=step.adam)
                     finally:
@@ -136,7 +136,7 @@ class Passes:
                     metrics = {"grad_norm": norm, "learning_rate": rate}
                 case "load":
                     pending.reports.clear()
-                    with memory.resident(Part.OPTIMIZER):
+                    with memory.resident(MemoryPart.OPTIMIZER):
                         models = []
                         if step.load.adapter:
                             stored = stored_adapter(
@@ -151,7 +151,7 @@ class Passes:
                             self._policy.forget_moments()
                 case "begin":
                     pending.reports.clear()
-                    with memory.resident(Part.OPTIMIZER):
+                    with memory.resident(MemoryPart.OPTIMIZER):
                         self._policy.gather_parameters()
                         if step.adapter.name:
                             self._draw(step)
@@ -173,7 +173,7 @@ class Passes:
         pending = self._held_of[name]
         if name != self._in_buffers:
             previous = self._held_of[self._in_buffers]
-            with self._policy.memory.resident(Part.GRADIENTS):
+            with self._policy.memory.resident(MemoryPart.GRADIENTS):
                 buffers = list(gradient_buffers(self._policy.chunks))
                 previous.gradients = []
                 if previous.reports:
@@ -212,7 +212,7 @@ class Passes:
         policy = self._policy
         ranks = policy.ranks
         loss = _PassLoss(policy, order)
-        with policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
+        with policy.memory.resident(MemoryPart.PARAMETERS, MemoryPart.GRADIENTS):
             buffers = list(gradient_buffers(policy.chunks)) if order.backward else []
             earlier_gradients = [buffer.clone() for buffer in buffers] if pending.reports else []
             if order.backward:

@@ -50,7 +50,7 @@ from slipstream.learner.trainer.batches.batch import (
 )
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch, TrainingSequence
 from slipstream.learner.trainer.checkpoints.stored_model import StoredModel
-from slipstream.learner.trainer.model.model import ParallelModel, Part
+from slipstream.learner.trainer.model.model import MemoryPart, ParallelModel
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.model.schedule import (
     Forward,
@@ -108,7 +108,7 @@ class TrainingStep:
             check_batch(batch, policy, self._config)
             if self._config.critic and batch.step == self._config.critic.warmup_steps:
                 # Adam's moments are of gradients from before the critic had learnt.
-                with policy.memory.resident(Part.OPTIMIZER):
+                with policy.memory.resident(MemoryPart.OPTIMIZER):
                     policy.forget_moments()
             for name, own_batch in batch.by_adapter(adapters.names):
                 with adapters.active(name):
@@ -174,7 +174,7 @@ class TrainingStep:
         check_advantages(batch, sequences)
         totals.advantages = mean_advantages(batch, sequences)
         sequences = weighted(sequences, batch, mini_batches, config)
-        with policy.memory.resident(Part.PARAMETERS, Part.GRADIENTS):
+        with policy.memory.resident(MemoryPart.PARAMETERS, MemoryPart.GRADIENTS):
             shares = [rank_micro_batches(policy, sequences, members) for members in mini_batches]
             before: list[list[Tensor]] = [[] for _ in shares]
             if len(shares) * algorithm.epochs > 1:

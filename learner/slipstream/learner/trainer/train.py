@@ -40,7 +40,7 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.batch_stream import Order, on_every_rank, read_order
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
-from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.model import MemoryPart
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.opening import load_start
 from slipstream.learner.trainer.parts import open_writer, step_parts
@@ -93,7 +93,7 @@ class Trainer:
         )
         start = functools.partial(load_start, policy, config)
         self._passes = Passes(policy, self._checkpointer.load, start)
-        with policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+        with policy.memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER):
             loaded = self._checkpointer.load_newest()
         self._version = PolicyVersion(0, 0) if loaded is None else loaded.version
         self._tell_parts()
@@ -214,7 +214,7 @@ class Trainer:
 
     def _load_newer(self) -> None:
         """Loads a newer checkpoint, which another trainer has written; collective."""
-        with self._policy.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+        with self._policy.memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER):
             # The other trainer may be writing the next one.
             loaded = self._checkpointer.load_newest(removes_partial=False)
         if loaded is None or loaded.version.step <= self._version.step:
@@ -234,7 +234,7 @@ class Trainer:
     def _settle(self) -> None:
         """Moves what was loaded to where it is between its uses; collective."""
         for memory in self._memories:
-            with memory.resident(*Part):
+            with memory.resident(*MemoryPart):
                 pass
 
     def _adopt(self, version: PolicyVersion) -> None:
@@ -267,7 +267,7 @@ class Trainer:
                 f"batch {batch.batch_id} is for step {batch.step + 1}, "
                 f"but the weights are of version {self._version}"
             )
-        with self._policy.memory.resident(Part.PARAMETERS):
+        with self._policy.memory.resident(MemoryPart.PARAMETERS):
             try:
                 step = self._step if batch.given is None else self._passes
                 result = step.run(batch)
@@ -339,7 +339,7 @@ class Trainer:
         self._periodic.finish()
         with contextlib.ExitStack() as stack:
             for memory in self._memories:
-                stack.enter_context(memory.resident(Part.PARAMETERS, Part.OPTIMIZER))
+                stack.enter_context(memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER))
             saved = self._checkpointer.save(self._version, self._digests.identity)
         self._tell(saved)
 

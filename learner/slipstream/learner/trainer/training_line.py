@@ -15,7 +15,7 @@ from slipstream.learner.trainer.checkpoints.stored_model import (
     stored_policy,
 )
 from slipstream.learner.trainer.held_state import HeldState
-from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.model import MemoryPart
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.opening import load_start
 from slipstream.learner.trainer.parts import step_parts
@@ -67,7 +67,7 @@ class TrainingLine:
     def load(self, version: int) -> None:
         """Loads the checkpoint of `version`; raises like `Checkpointer.load`."""
         memory = self._policy.memory
-        with memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+        with memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER):
             self._checkpointer.load(version)
         self._starts_from(version)
 
@@ -77,7 +77,7 @@ class TrainingLine:
         The optimizer keeps its own copies: training must not go on before `restore`.
         """
         memory = self._policy.memory
-        with memory.resident(Part.PARAMETERS):
+        with memory.resident(MemoryPart.PARAMETERS):
             self._weights_reader.load(version, self._policy_weights)
 
     def hold(self) -> HeldState:

@@ -18,7 +18,7 @@ from slipstream.core.types import IGNORED, Status
 from slipstream.rollout_server.agents.agent_api import Answering
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.episodes.calls import StreamSession, check_sum, misused, whole_reward
-from slipstream.rollout_server.episodes.play import Play
+from slipstream.rollout_server.episodes.play import EpisodeAttempt
 from slipstream.v1 import environment_pb2, trajectory_pb2
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ async def answer_calls(
 
 
 async def serve_agent(
-    play: Play, session: StreamSession, opening: environment_pb2.Observation
+    play: EpisodeAttempt, session: StreamSession, opening: environment_pb2.Observation
 ) -> Status:
     """Answers the agent's calls until it returns, then records its conversations.
 

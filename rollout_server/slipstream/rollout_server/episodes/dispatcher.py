@@ -7,7 +7,7 @@ by: an episode's end, `WeightOrders`, an acknowledgement from the controller.
 `run_episode` runs one attempt: environment and model take turns until the environment or a limit
 ends it. It consumes a session of an environment and an engine, and produces one trajectory, unless
 the engine dies. It waits for the environment, or the agent's calls, and the engine. Unblocked by:
-their answers, the environment's limit, `Play.cancel`.
+their answers, the environment's limit, `EpisodeAttempt.cancel`.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from slipstream.rollout_server.episodes.group_judge import (
 from slipstream.rollout_server.episodes.kinds import talk
 from slipstream.rollout_server.episodes.play import (
     Cancelled,
+    EpisodeAttempt,
     EpisodeServices,
     Identity,
     Lease,
-    Play,
     PromptTooLong,
     ServiceFailed,
     reply_alone,
@@ -218,7 +218,7 @@ class Dispatcher:
             if group.cancelled.is_set() or self._draining:
                 return None
             group.next_attempt = max(group.next_attempt, attempt + 1)
-            episode = Play(
+            episode = EpisodeAttempt(
                 self._identity, group.lease, member, attempt, self._services, self._counters
             )
             group.episodes.add(episode)
@@ -321,7 +321,7 @@ class _Group:
     # The first attempt that no member has begun.
     next_attempt: int
     cancelled: asyncio.Event = field(default_factory=asyncio.Event)
-    episodes: set[Play] = field(default_factory=set)
+    episodes: set[EpisodeAttempt] = field(default_factory=set)
     # Whether the environment compares the members once all have ended, and those that wait for it.
     judges: bool = False
     waiting: dict[int, EndedPlay] = field(default_factory=dict)
@@ -349,11 +349,11 @@ def _cancelled(trajectory: Trajectory) -> Trajectory:
     )
 
 
-async def run_episode(play: Play) -> Trajectory:
+async def run_episode(play: EpisodeAttempt) -> Trajectory:
     """Runs an episode to its end; returns the trajectory, with the cause of a failure.
 
-    `Play.cancel` ends it early, with the tokens sampled so far. Raises only EngineDied and
-    ConfigError, which end the server.
+    `EpisodeAttempt.cancel` ends it early, with the tokens sampled so far. Raises only EngineDied
+    and ConfigError, which end the server.
     """
     counters = play.counters
     counters.open_episodes += 1
@@ -379,7 +379,7 @@ async def run_episode(play: Play) -> Trajectory:
         return trajectory_of(play, Status.FAILED, _failure(error))
 
 
-async def _played(play: Play) -> Status:
+async def _played(play: EpisodeAttempt) -> Status:
     """Plays an episode: alone, against its environment or with its agent; returns how it ended."""
     lease = play.lease
     services = play.services

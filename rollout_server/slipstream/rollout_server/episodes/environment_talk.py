@@ -22,7 +22,7 @@ from slipstream.rollout_server.chat import (
 )
 from slipstream.rollout_server.engine_interface import FinishReason
 from slipstream.rollout_server.episodes import calls
-from slipstream.rollout_server.episodes.play import Play, PromptTooLong, Reader
+from slipstream.rollout_server.episodes.play import EpisodeAttempt, PromptTooLong, Reader
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.v1 import environment_pb2
 
@@ -30,7 +30,7 @@ from slipstream.v1 import environment_pb2
 class EnvironmentTalk:
     """Alternates between one environment and the model; `run` may be called once."""
 
-    def __init__(self, play: Play, session: calls.StreamSession) -> None:
+    def __init__(self, play: EpisodeAttempt, session: calls.StreamSession) -> None:
         self._play = play
         self._session = session
         self._recording = play.recording
@@ -43,7 +43,8 @@ class EnvironmentTalk:
     async def run(self, opening: environment_pb2.Observation) -> Status:
         """Plays the turns after `opening`; returns how the episode ended.
 
-        Raises PromptTooLong, RenderingFailed, or what `Play.ask` and `Play.generate` raise.
+        Raises PromptTooLong, RenderingFailed, or what `EpisodeAttempt.ask` and
+        `EpisodeAttempt.generate` raise.
         """
         renderer = self._renderer
         recording = self._recording

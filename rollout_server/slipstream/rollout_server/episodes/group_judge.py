@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from slipstream.core.types import Status, Trajectory
 from slipstream.rollout_server.episodes.calls import check_sum, misused
 from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.play import Lease, Play
+from slipstream.rollout_server.episodes.play import EpisodeAttempt, Lease
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.v1 import environment_pb2
@@ -23,7 +23,7 @@ from slipstream.v1 import environment_pb2
 class EndedPlay:
     """A play that has ended, and the trajectory of what it did by itself."""
 
-    play: Play
+    play: EpisodeAttempt
     trajectory: Trajectory
 
 
@@ -50,7 +50,7 @@ async def ask_verdicts(
     return verdicts
 
 
-def take_verdict(play: Play, verdict: environment_pb2.EpisodeVerdict) -> None:
+def take_verdict(play: EpisodeAttempt, verdict: environment_pb2.EpisodeVerdict) -> None:
     """Adds a verdict to what the episode earned by itself: at its last token."""
     recording = play.recording
     recording.reward += verdict.reward

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 Answer = TypeVar("Answer")
 
 
-class Play:
+class EpisodeAttempt:
     """One attempt at a member of a group: what is recorded of it, and all that it may wait for."""
 
     def __init__(
@@ -216,7 +216,7 @@ class References(Protocol):
 
 
 @dataclass(frozen=True)
-class Model:
+class ServedModel:
     """The model of a server: its engine, its chat template, and its API for agents."""
 
     engine: Engine
@@ -228,7 +228,7 @@ class Model:
 class EpisodeServices:
     """The parts of a server that its episodes share."""
 
-    model: Model
+    model: ServedModel
     environments: Environments
     # The server of the reference model; None if the run has none.
     reference: References | None = None
@@ -253,7 +253,7 @@ class PromptTooLong(Exception):
 
 
 class Cancelled(Exception):  # noqa: N818 - no error
-    """Raised by the waits of a `Play` that was cancelled."""
+    """Raised by the waits of a `EpisodeAttempt` that was cancelled."""
 
 
 _PURPOSES = frozenset(purpose.value for purpose in Purpose)
@@ -334,7 +334,7 @@ class Identity:
     delivery_key: bytes
 
 
-async def reply_alone(play: Play) -> Status:
+async def reply_alone(play: EpisodeAttempt) -> Status:
     """Samples the only reply to the prompt of the lease; returns how it ended."""
     recording = play.recording
     lease = play.lease
@@ -350,7 +350,7 @@ async def reply_alone(play: Play) -> Status:
     return Status.TRUNCATED if is_cut else Status.COMPLETED
 
 
-def trajectory_of(play: Play, status: Status, failure: Failure | None) -> Trajectory:
+def trajectory_of(play: EpisodeAttempt, status: Status, failure: Failure | None) -> Trajectory:
     """Closes the recording, and returns the trajectory of the attempt."""
     lease = play.lease
     recording = play.recording

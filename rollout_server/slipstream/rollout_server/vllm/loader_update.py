@@ -22,7 +22,7 @@ from slipstream.rollout_server.weights.copy_plan import (
     NotCopied,
     Parameters,
     PlanCheck,
-    Replay,
+    PlannedCopies,
     cut,
     record,
 )
@@ -62,7 +62,7 @@ def load(
     *,
     num_weights: int,
     keep_adapters: Callable[[int, torch.Tensor], None],
-) -> Replay | None:
+) -> PlannedCopies | None:
     """Reloads `model` through vLLM's loader; returns the plan's replay if the plan agrees.
 
     Receives all buckets of `update`, each within its deadline, and notes their digests and the time
@@ -116,7 +116,7 @@ def load(
         return None
     copies = sum(map(len, plan))
     log.info("later weights are copied: a plan of %d copies agrees with the loader", copies)
-    return Replay(plan, after)
+    return PlannedCopies(plan, after)
 
 
 def initialized(model: torch.nn.Module) -> Parameters:

@@ -37,7 +37,7 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     StorageReceiver,
     Update,
 )
-from slipstream.rollout_server.weights.copy_plan import CopyPlan, Replay
+from slipstream.rollout_server.weights.copy_plan import CopyPlan, PlannedCopies
 from slipstream.v1 import weights_pb2
 from vllm.config import VllmConfig, WeightTransferConfig, set_current_vllm_config
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -95,7 +95,7 @@ class SlipstreamWeightTransfer:
     # The buckets for which recording a plan was tried, the plan, and its proved replay.
     _buckets: tuple[Bucket, ...] = ()
     _plan: CopyPlan | None = None
-    _replay: Replay | None = None
+    _replay: PlannedCopies | None = None
     # Whether the weights in the model are those of a whole update.
     _is_whole = False
 

@@ -3,8 +3,8 @@
 `record` runs `load_weights` over buckets without changing anything, and records every copy from a
 bucket into a parameter; for a fused or sharded parameter it is a copy of slices. A plan is valid
 only if its copies write every element of every parameter exactly once. `PlanCheck` compares, bit by
-bit, the parameters that the loader filled with the result of these copies; `Replay` makes the
-copies.
+bit, the parameters that the loader filled with the result of these copies; `PlannedCopies` makes
+the copies.
 """
 
 import itertools
@@ -267,7 +267,7 @@ def _pair(copy: Copy, buffer: torch.Tensor, parameters: Parameters) -> _Pair:
     return destination, copy.source.within(typed, int(typed.storage_offset()))
 
 
-class Replay:
+class PlannedCopies:
     """Carries out a `CopyPlan`: copies buckets to the parameters."""
 
     def __init__(self, plan: CopyPlan, parameters: Parameters) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.run_folder import write_config
 from slipstream.core.errors import ConfigError
-from slipstream.extensions.rollouts.export import Choice, export_rollouts, main, ranges
+from slipstream.extensions.rollouts.export import RolloutSelection, export_rollouts, main, ranges
 from slipstream.learner.controller.records.journal import batch_path
 from support.fakes.chat_models import make_chat_model
 from support.rigs.batch_messages import stored_batch
@@ -17,7 +17,7 @@ from support.rigs.controller_runs import make_config, play
 from support.rigs.run_processes import records_of
 
 STEPS = 4
-ALL = Choice()
+ALL = RolloutSelection()
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_steps_and_rewards_choose_rows(whole_run: Path, tmp_path: Path) -> None:
     export_rollouts(whole_run, every_row, ALL)
     rows = rows_in(every_row)
     lowest_reward = statistics.median_high(row["reward"] for row in rows)
-    choice = Choice(
+    choice = RolloutSelection(
         first_step=2,
         last_step=3,
         min_reward=lowest_reward,
@@ -115,13 +115,21 @@ def test_steps_and_rewards_choose_rows(whole_run: Path, tmp_path: Path) -> None:
     ("name", "choice", "cause"),
     [
         ("out.csv", ALL, r"as \.parquet or \.jsonl, got .*out\.csv"),
-        ("out.jsonl", Choice(first_step=5), "--steps names none of the trained steps .*, 1 to 4"),
-        ("out.jsonl", Choice(min_reward=1e5), "no rollout of steps 1 to 4 has a reward of 100000"),
-        ("out.parquet", Choice(min_reward=1e5), "choose a lower --min-reward"),
+        (
+            "out.jsonl",
+            RolloutSelection(first_step=5),
+            "--steps names none of the trained steps .*, 1 to 4",
+        ),
+        (
+            "out.jsonl",
+            RolloutSelection(min_reward=1e5),
+            "no rollout of steps 1 to 4 has a reward of 100000",
+        ),
+        ("out.parquet", RolloutSelection(min_reward=1e5), "choose a lower --min-reward"),
     ],
 )
 def test_a_choice_of_nothing_is_refused_and_nothing_is_written(
-    name: str, choice: Choice, cause: str, whole_run: Path, tmp_path: Path
+    name: str, choice: RolloutSelection, cause: str, whole_run: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / name
     with pytest.raises(ConfigError, match=cause):
@@ -147,7 +155,7 @@ def test_removed_batches_are_named_with_the_steps_that_are_left(
     cause = r"no batches of steps 1 to 2: .*choose --steps 3:4"
     with pytest.raises(ConfigError, match=cause):
         export_rollouts(run_copy, out, ALL)
-    export_rollouts(run_copy, out, Choice(first_step=3))
+    export_rollouts(run_copy, out, RolloutSelection(first_step=3))
     assert steps_in(out) == {3, 4}
 
 

@@ -14,7 +14,7 @@ from slipstream.rollout_server.weights.bucket_receiver import (
     Take,
     Update,
 )
-from slipstream.rollout_server.weights.copy_plan import Copy, Replay, View
+from slipstream.rollout_server.weights.copy_plan import Copy, PlannedCopies, View
 from support.rigs.waiting import LIMIT_S
 
 # Elements of a tensor that is copied by itself.
@@ -47,7 +47,7 @@ def test_copies_of_all_kinds_are_made() -> None:
         )
         for span, strides in zip(bucket.spans, [(512, 1), (16, 1), (1,), (4, 1)], strict=True)
     ]
-    replay = Replay((tuple(copies),), parameters)
+    replay = PlannedCopies((tuple(copies),), parameters)
     replay.run(0, buffer)
     typed = buffer.view(torch.bfloat16)
     for span in bucket.spans:

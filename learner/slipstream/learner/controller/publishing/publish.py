@@ -28,7 +28,7 @@ from slipstream.learner.controller.publishing.receivers import (
     FAILED,
     Failures,
     Membership,
-    Questions,
+    PublishQuestions,
     choose_for,
 )
 from slipstream.learner.controller.publishing.totals import PublishTotals, check_probe
@@ -80,7 +80,7 @@ class Publisher(Part):
         # Seconds that a bucket of the next publish may take.
         self._bucket_deadline_s = self._settings.bucket_deadline_s
         self.failures = Failures(fleet, run)
-        self.questions = Questions(run, tasks, self.failures)
+        self.questions = PublishQuestions(run, tasks, self.failures)
         self._membership = Membership(run.progress.run_id)
         self.totals = PublishTotals()
         self.pinned = fleet.pinned

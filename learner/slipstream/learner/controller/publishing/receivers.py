@@ -181,7 +181,7 @@ FAILED = fleet_pb2.PUBLISH_PHASE_FAILED
 
 
 @dataclass(eq=False)
-class Question:
+class PublishQuestion:
     """A question to one server, and the future of its answer: a READY or FAILED report."""
 
     publish_id: str
@@ -197,7 +197,7 @@ class Question:
             self.answer.set_result(report)
 
 
-class Questions:
+class PublishQuestions:
     """The open question of each server, and answers that no publish has used yet.
 
     `ask` sends the question. `answers` returns the answer for the next publish and forgets the
@@ -211,7 +211,7 @@ class Questions:
         self._settings = run.config.weights
         self._tasks = tasks
         self._failures = failures
-        self._asked: dict[ServerKey, Question] = {}
+        self._asked: dict[ServerKey, PublishQuestion] = {}
 
     def is_late(self, session: ServerSession) -> bool:
         """Whether a publish left this server out, and it has still not answered."""
@@ -220,7 +220,7 @@ class Questions:
 
     def ask(
         self, targets: Collection[ServerSession], prepare: fleet_pb2.PreparePublish
-    ) -> list[Question]:
+    ) -> list[PublishQuestion]:
         """Asks these servers, unless their question is still open; returns the questions."""
         message = fleet_pb2.ControllerMessage(prepare=prepare)
         for session in targets:
@@ -228,7 +228,9 @@ class Questions:
             if earlier is None or earlier.answer.done():
                 answer = asyncio.get_running_loop().create_future()
                 asked_s = self._run.clock.now_s()
-                self._asked[session.key] = Question(prepare.publish_id, session, asked_s, answer)
+                self._asked[session.key] = PublishQuestion(
+                    prepare.publish_id, session, asked_s, answer
+                )
                 session.send(message)
         return [self._asked[session.key] for session in targets]
 
@@ -267,7 +269,7 @@ class Questions:
             problems[question.session] = "" if ready else report.message or "it failed"
         return problems
 
-    async def _follow(self, question: Question) -> None:
+    async def _follow(self, question: PublishQuestion) -> None:
         """Waits for a late answer, then wakes the run; ends the server's stream if none comes."""
         limit_s = self._settings.join_deadline_s
         clock = self._run.clock
@@ -294,7 +296,7 @@ class Questions:
         if question is not None:
             question.reply(fleet_pb2.PublishReport(phase=FAILED, message="the server is gone"))
 
-    def forget(self, question: Question) -> None:
+    def forget(self, question: PublishQuestion) -> None:
         """Forgets a question; a later report is no answer to it."""
         if self._asked.get(question.session.key) is question:
             del self._asked[question.session.key]

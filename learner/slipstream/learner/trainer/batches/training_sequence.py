@@ -46,7 +46,7 @@ _AXES = 3
 
 
 @dataclass(frozen=True)
-class Column:
+class SequenceColumn:
     """The element type of a token field, and how its array is read from trajectories and padded."""
 
     # The type in a training sequence.
@@ -90,8 +90,8 @@ def token_lags(trajectories: Sequence[Trajectory], step: int) -> npt.NDArray[np.
     )
 
 
-def _column(*arguments: Any, **keywords: Any) -> Mapping[str, Column]:  # noqa: ANN401 - of `Column`
-    return {"column": Column(*arguments, **keywords)}
+def _column(*arguments: Any, **keywords: Any) -> Mapping[str, SequenceColumn]:  # noqa: ANN401 - of `SequenceColumn`
+    return {"column": SequenceColumn(*arguments, **keywords)}
 
 
 def _joined(name: str) -> Read:
@@ -180,7 +180,7 @@ class TokenFields(TokenEstimates[Array]):
         default=None, metadata=_column(np.unsignedinteger, has_unknown=True)
     )
 
-    def map_fields(self, change: Callable[[Array, Column], Array]) -> Self:
+    def map_fields(self, change: Callable[[Array, SequenceColumn], Array]) -> Self:
         """Returns a copy with `change(array, column)` in place of every array that is not None."""
         fields = ((name, column, getattr(self, name)) for name, column in TOKEN_FIELDS.items())
         changed = {
@@ -189,7 +189,7 @@ class TokenFields(TokenEstimates[Array]):
         return dataclasses.replace(self, **changed)
 
 
-TOKEN_FIELDS: Mapping[str, Column] = {
+TOKEN_FIELDS: Mapping[str, SequenceColumn] = {
     field_.name: field_.metadata["column"] for field_ in dataclasses.fields(TokenFields)
 }
 

@@ -40,7 +40,7 @@ _COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients 
 
 
 @dataclass(frozen=True)
-class Kind:
+class AttentionKind:
     """The properties in which the attention layers of a model may differ."""
 
     module: type
@@ -59,7 +59,7 @@ class Kind:
 
 def check_attention(model: ParallelModel) -> None:
     """Raises ConfigError if attention is wrong here; collective over context parallel ranks."""
-    kinds: dict[Kind, Megatron] = {}
+    kinds: dict[AttentionKind, Megatron] = {}
     for module in (module for chunk in model.chunks for module in chunk.modules()):
         if hasattr(module, "core_attention"):
             kinds.setdefault(kind_of(module), module)
@@ -69,7 +69,7 @@ def check_attention(model: ParallelModel) -> None:
             _check(model, kind, attention, model.sharing)
 
 
-def kind_of(attention: Megatron) -> Kind:
+def kind_of(attention: Megatron) -> AttentionKind:
     """Returns the kind of an attention layer, whose `core_attention` is checked."""
     from megatron.core.transformer.utils import is_layer_window_attention
 
@@ -82,7 +82,7 @@ def kind_of(attention: Megatron) -> Kind:
     )
     # TransformerEngine keeps the scale in its kernels.
     holder = core if hasattr(core, "softmax_scale") else core.unfused_attention
-    return Kind(
+    return AttentionKind(
         module=type(core),
         heads=attention.num_attention_heads_per_partition,
         groups=attention.num_query_groups_per_partition,
@@ -97,7 +97,7 @@ def kind_of(attention: Megatron) -> Kind:
 
 def _check(
     model: ParallelModel,
-    kind: Kind,
+    kind: AttentionKind,
     attention: Megatron,
     sharing: Sharing | None,
 ) -> None:
@@ -185,7 +185,7 @@ def _check(
 
 
 def _plain(
-    kind: Kind,
+    kind: AttentionKind,
     packed: Sequence[Tensor],
     paths: Sequence[Path],
     sinks: Tensor | None,

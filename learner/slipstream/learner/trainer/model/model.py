@@ -91,7 +91,7 @@ class ParallelModel:
 
     def count_not_finite(self) -> int:
         """Returns the number of this rank's parameter values that are infinite or NaN."""
-        with self.memory.resident(Part.PARAMETERS):
+        with self.memory.resident(MemoryPart.PARAMETERS):
             return sum(int((~torch.isfinite(p)).sum()) for p in parameters(self.chunks))
 
 
@@ -177,7 +177,7 @@ def token_alignment(settings: Megatron) -> int:
     return _FP8_BLOCKS.get(settings.fp8_recipe, 16)
 
 
-class Part(Enum):
+class MemoryPart(Enum):
     """A part of a model that need not be on the device all the time."""
 
     PARAMETERS = "parameters"
@@ -191,14 +191,14 @@ class Part(Enum):
 class DeviceMemory:
     """Keeps all parts of a model on the device; `HostMemory` moves unused ones away."""
 
-    def own(self, tensors: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
+    def own(self, tensors: Mapping[MemoryPart, Callable[[], Iterable[Tensor]]]) -> None:
         """Takes for each part a function that returns the part's tensors, which may be replaced."""
 
-    def offloads(self, part: Part) -> bool:
+    def offloads(self, part: MemoryPart) -> bool:
         """Whether `part` moves to host memory when it is not in use."""
         return False
 
-    def resident(self, *parts: Part) -> AbstractContextManager[None]:
+    def resident(self, *parts: MemoryPart) -> AbstractContextManager[None]:
         """Returns a context in which `parts` are on the device."""
         return nullcontext()
 

@@ -27,7 +27,7 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.model.logprobs import defer_projections
 from slipstream.learner.trainer.model.model import (
     Change,
-    Part,
+    MemoryPart,
     TrainedModel,
     parameters,
     torch_optimizers,
@@ -274,7 +274,7 @@ class NamedAdapters:
             with self.active(name):
                 yield
             return
-        with self._model.memory.resident(Part.PARAMETERS), self._scaled(1, 1.0):
+        with self._model.memory.resident(MemoryPart.PARAMETERS), self._scaled(1, 1.0):
             self._model.gather_parameters()
             trained = [tensor for _, tensor in self._trained()]
             exchange(trained, self._served[name])
@@ -318,7 +318,7 @@ class NamedAdapters:
     def _put_in(self, name: str) -> None:
         if name == self._active:
             return
-        with self._model.memory.resident(Part.PARAMETERS, Part.OPTIMIZER):
+        with self._model.memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER):
             self._model.gather_parameters()
             other = self._waiting.pop(name)
             exchange(self._tensors(), other.values)

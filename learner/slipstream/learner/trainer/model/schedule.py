@@ -26,11 +26,11 @@ from slipstream.learner.trainer.batches.planner import plan_micro_batches, round
 from slipstream.learner.trainer.batches.training_sequence import (
     TOKEN_FIELDS,
     Bundle,
-    Column,
     ImageInputs,
     MicroBatch,
     Paths,
     Segment,
+    SequenceColumn,
     TrainingSequence,
     share_of_rank,
     to_device,
@@ -38,7 +38,12 @@ from slipstream.learner.trainer.batches.training_sequence import (
 )
 from slipstream.learner.trainer.layers.routers import move_biases
 from slipstream.learner.trainer.model.logprobs import Rows, row_logprobs, top_tokens
-from slipstream.learner.trainer.model.model import ParallelModel, Part, TrainedModel, unwrapped
+from slipstream.learner.trainer.model.model import (
+    MemoryPart,
+    ParallelModel,
+    TrainedModel,
+    unwrapped,
+)
 from slipstream.v1 import trainer_pb2
 from torch import Tensor
 
@@ -99,7 +104,7 @@ def early_norm(model: TrainedModel) -> float | None:
     The host does so while the device still computes gradients: what it reads next is there. None
     stands for gradients that are scaled, and for optimizer state that would have to be brought.
     """
-    if model.scaler is not None or model.memory.offloads(Part.OPTIMIZER):
+    if model.scaler is not None or model.memory.offloads(MemoryPart.OPTIMIZER):
         return None
     model.optimizer.prepare_grads()
     return model.gradient_norm()
@@ -121,7 +126,7 @@ def update_weights(
     float16 gradients overflow on any rank, so no batch is skipped. Raises UntrainableBatch,
     with unchanged weights and scale, if the norm is not finite on any rank.
     """
-    resident = functools.partial(model.memory.resident, Part.PARAMETERS, Part.OPTIMIZER)
+    resident = functools.partial(model.memory.resident, MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER)
     scaler = model.scaler
     if scaler is None:
         with resident():
@@ -334,7 +339,7 @@ def run_schedule(
     if not forward_only and isinstance(model, TrainedModel) and model.recompute is not None:
         sizes = [len(micro_batch.token_ids) for micro_batch in placed]
         planned = model.recompute.training_pass(sizes, model.ranks)
-    with model.memory.resident(Part.PARAMETERS), planned:
+    with model.memory.resident(MemoryPart.PARAMETERS), planned:
         outputs: list[Output] = get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
@@ -525,7 +530,7 @@ def build_micro_batch(
         if not missing and len(segment) == len(sequence):
             return sequence
 
-        def own(array: npt.NDArray[Any], column: Column) -> npt.NDArray[Any]:
+        def own(array: npt.NDArray[Any], column: SequenceColumn) -> npt.NDArray[Any]:
             cut = array[segment.start : segment.end]
             return np.concatenate([cut, column.filled(missing, array)]) if missing else cut
 

@@ -71,7 +71,7 @@ def dense_blocks(target: Tensor, source: Tensor) -> Iterator[tuple[Tensor, Tenso
             yield from blocks
 
 
-class Kind(Enum):
+class ExportedPart(Enum):
     """The part of the policy that is exported."""
 
     # All weights, with the adapters' products added to the matrices.
@@ -105,7 +105,7 @@ class BridgeFilling:
     def __init__(
         self,
         policy: Policy,
-        kind: Kind,
+        kind: ExportedPart,
         *,
         senders: tuple[int, ...],
     ) -> None:
@@ -304,15 +304,15 @@ class PlannedFilling:
             gather.run(self._leads[place])
 
 
-def exported(policy: Policy, kind: Kind) -> Iterator[tuple[str, Tensor]]:
+def exported(policy: Policy, kind: ExportedPart) -> Iterator[tuple[str, Tensor]]:
     """Yields name and tensor, on the device, of each weight by Bridge's export; collective."""
-    if kind is Kind.ADAPTERS:
+    if kind is ExportedPart.ADAPTERS:
         return adapter_tensors(policy, policy.dtype, to_host=False)
     weights = hf_tensors(
         policy,
         policy.dtype,
         to_host=False,
-        merge=kind is Kind.MERGED,
+        merge=kind is ExportedPart.MERGED,
     )
     draft_weights = {} if policy.drafts is None else policy.drafts.published()
     return itertools.chain(
@@ -320,7 +320,9 @@ def exported(policy: Policy, kind: Kind) -> Iterator[tuple[str, Tensor]]:
     )
 
 
-def plan_filling(policy: Policy, kind: Kind, *, senders: tuple[int, ...] = ()) -> PlannedFilling:
+def plan_filling(
+    policy: Policy, kind: ExportedPart, *, senders: tuple[int, ...] = ()
+) -> PlannedFilling:
     """Returns a filling by a plan for a `kind` of weights; collective.
 
     If `senders` is given, the result has exactly these senders. If any mapping is unknown on any
@@ -330,10 +332,10 @@ def plan_filling(policy: Policy, kind: Kind, *, senders: tuple[int, ...] = ()) -
     pieces: list[Piece] = []
     problem = ""
     try:
-        if kind is Kind.ADAPTERS:
+        if kind is ExportedPart.ADAPTERS:
             pieces = plan_adapters(policy)
         else:
-            pieces = plan_matrices(policy, merged=kind is Kind.MERGED)
+            pieces = plan_matrices(policy, merged=kind is ExportedPart.MERGED)
         if policy.drafts is not None:
             group = policy.ranks.tp_group
             pieces += [

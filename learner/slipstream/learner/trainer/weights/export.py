@@ -16,7 +16,7 @@ from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.run_folder import EXPORT_VERSION
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork, write_safetensors
-from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.model import MemoryPart
 from slipstream.learner.trainer.model.model_part import LayerBeside
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.export_plan import VOCABULARY, exported_type, peft_name
@@ -70,7 +70,7 @@ def hf_tensors(
     the device. A tensor may share its memory with the model, so copy a tensor that is used after
     the next training step or, if parameters are offloaded, after the next tensor is yielded.
     """
-    with policy.memory.resident(Part.PARAMETERS):
+    with policy.memory.resident(MemoryPart.PARAMETERS):
         policy.gather_parameters()
         tasks = None
         if merge and _adapted_experts(policy):
@@ -99,7 +99,7 @@ def adapter_tensors(
     from slipstream.learner.trainer.layers.expert_adapters import factor_tasks
 
     has_vision = policy.vision is not None
-    with policy.memory.resident(Part.PARAMETERS):
+    with policy.memory.resident(MemoryPart.PARAMETERS):
         policy.gather_parameters()
         for name, weight in policy.bridge.export_adapter_weights(
             policy.chunks, cpu=to_host, show_progress=False
@@ -146,8 +146,8 @@ def save_hf_folder(policy: Policy, source: Path, target: Path, chat: RunChat) ->
     writer = HfFolderWriter(partial, disk.moved)
     disk.on_main(lambda: writer.begin(source, chat))
     # On a CPU an exported tensor can be the model's own memory, which offloading takes away.
-    keeps = Tensor.clone if policy.memory.offloads(Part.PARAMETERS) else Tensor.detach
-    with policy.memory.resident(Part.PARAMETERS):
+    keeps = Tensor.clone if policy.memory.offloads(MemoryPart.PARAMETERS) else Tensor.detach
+    with policy.memory.resident(MemoryPart.PARAMETERS):
         for name, tensor in hf_tensors(policy, policy.dtype):
             ranks.activity.note()
             is_full = b"" if writer.has_room(tensor) else b"full"

@@ -18,7 +18,7 @@ from slipstream.core.run_folder import EXPORT_VERSION, EXPORTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
-from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.model import MemoryPart
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.export import (
     AdapterTensors,
@@ -116,7 +116,7 @@ class PeriodicExport:
         tensors: list[tuple[str, Tensor]] = []
         drafts: list[tuple[str, Tensor]] = []
         if not config.lora.adapters:
-            with policy.memory.resident(Part.PARAMETERS):
+            with policy.memory.resident(MemoryPart.PARAMETERS):
                 for name, tensor in hf_tensors(policy, policy.dtype):
                     self._ranks.activity.note()
                     if self._ranks.is_main:

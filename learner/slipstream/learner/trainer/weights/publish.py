@@ -25,7 +25,7 @@ from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.policy import NamedAdapters, Policy
 from slipstream.learner.trainer.model.schedule import sequence_logprobs
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.weights.bucket_fill import Kind
+from slipstream.learner.trainer.weights.bucket_fill import ExportedPart
 from slipstream.learner.trainer.weights.bucket_senders import BucketSender
 from slipstream.learner.trainer.weights.weight_stream import (
     Release,
@@ -411,13 +411,13 @@ def open_published(policy: Policy, config: Config) -> Published:
     """Returns the streams for the setting `lora.publish`; collective."""
     if not config.lora.publishes_adapters:
         return Published(open_stream(policy, config))
-    matrices = open_stream(policy, config, Kind.MATRICES)
+    matrices = open_stream(policy, config, ExportedPart.MATRICES)
     adapters_of_run = policy.adapters
     adapters = {}
     for name in adapters_of_run.names:
         # Adapters have memory of their own: buckets of one may travel while others are filled.
         with adapters_of_run.active(name):
-            adapters[name] = open_stream(policy, config, Kind.ADAPTERS, beside=matrices)
+            adapters[name] = open_stream(policy, config, ExportedPart.ADAPTERS, beside=matrices)
     # Adapters of clients have the factors of their products in them.
     scale = 1.0 if adapters_of_run.are_clients else config.lora.alpha / config.lora.rank
     return Published(matrices, adapters, held=adapters_of_run, adapter_scale=scale)

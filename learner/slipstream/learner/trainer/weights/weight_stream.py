@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import WeightsSection
-from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.model import MemoryPart
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.weights.bucket_fill import (
     BridgeFilling,
+    ExportedPart,
     Filling,
-    Kind,
     exported,
     plan_filling,
 )
@@ -84,7 +84,7 @@ class WeightStream:
         gpu = device.index if device.type == "cuda" else None
         self._digests = open_digests(self.buckets, gpu)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        with policy.memory.resident(Part.PARAMETERS):
+        with policy.memory.resident(MemoryPart.PARAMETERS):
             filling.prepare(self.buckets, self._lanes)
 
     @property
@@ -93,7 +93,7 @@ class WeightStream:
 
     def resident(self) -> AbstractContextManager[None]:
         """Keeps the parameters on the device inside the context; a pass then begins at once."""
-        return self._policy.memory.resident(Part.PARAMETERS)
+        return self._policy.memory.resident(MemoryPart.PARAMETERS)
 
     @torch.no_grad()
     def fill_ahead(self) -> None:
@@ -181,7 +181,7 @@ class WeightDigests:
 def open_stream(
     policy: Policy,
     config: Config,
-    kind: Kind = Kind.MERGED,
+    kind: ExportedPart = ExportedPart.MERGED,
     *,
     beside: WeightStream | None = None,
 ) -> WeightStream:
@@ -197,7 +197,7 @@ def open_stream(
         size = own_size if beside is None else beside.bucket_bytes
         return WeightStream(policy, filling, bucket_bytes=size)
 
-    with policy.memory.resident(Part.PARAMETERS):
+    with policy.memory.resident(MemoryPart.PARAMETERS):
         try:
             stream = opened(plan_filling(policy, kind, senders=senders))
         except UnknownMapping as error:
@@ -216,7 +216,7 @@ def open_stream(
         return opened(BridgeFilling(policy, kind, senders=senders or (0,)))
 
 
-def bridge_digests(policy: Policy, kind: Kind) -> dict[str, bytes]:
+def bridge_digests(policy: Policy, kind: ExportedPart) -> dict[str, bytes]:
     """Returns the digest of every tensor of Bridge's export, by name; collective."""
     digests_by_name = {}
     for name, tensor in exported(policy, kind):

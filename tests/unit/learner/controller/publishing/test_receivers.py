@@ -9,7 +9,7 @@ from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.receivers import (
     Failures,
-    Questions,
+    PublishQuestions,
     choose_for,
     misfit,
 )
@@ -75,7 +75,7 @@ async def test_an_answered_question_prolongs_no_wait_for_an_earlier_one(run: Run
     later = joined(fleet, "later")
     prepare = fleet_pb2.PreparePublish(publish_id="p", version=version_to_pb(PolicyVersion(0, 1)))
     async with asyncio.TaskGroup() as tasks:
-        questions = Questions(run, tasks, Failures(fleet, run))
+        questions = PublishQuestions(run, tasks, Failures(fleet, run))
         (still_open,) = questions.ask([early], prepare)
         clock.time_s = 7.0
         (answered,) = questions.ask([later], prepare)

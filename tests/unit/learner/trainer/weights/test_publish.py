@@ -17,7 +17,7 @@ from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.settings.sections import OffloadSection, WeightsSection
 from slipstream.extensions.offload.trainer import HostMemory
 from slipstream.learner.trainer.controller_client import ControllerClient
-from slipstream.learner.trainer.model.model import Part
+from slipstream.learner.trainer.model.model import MemoryPart
 from slipstream.learner.trainer.weights.bucket_senders import (
     BucketSender,
     GlooSender,
@@ -145,7 +145,7 @@ class NotedMemory(HostMemory):
         self._scene = scene
         self._rank = rank
 
-    def resident(self, *parts: Part) -> AbstractContextManager[None]:
+    def resident(self, *parts: MemoryPart) -> AbstractContextManager[None]:
         starts = len(self._scene.controller.starts)
         self._scene.starts_when_resident.setdefault(self._rank, starts)
         return super().resident(*parts)
