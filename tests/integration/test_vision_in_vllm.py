@@ -14,6 +14,8 @@ from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import check_model
 from slipstream.core.models.vision import PlacedImage
 from slipstream.rollout_server.engine_interface import Sampling
+from support.fakes.gloo_sender import GlooSender, layout_of
+from support.fakes.plain_matrices import keep_matrices_plain
 from support.fakes.published_qwen35 import write_as_published
 from support.fakes.small_configs import NGRAM, config_of_engine
 from support.fakes.tiny_models import make_seeing_model
@@ -22,7 +24,7 @@ from support.references.plain_vision import Conversation, plain_logprobs, plain_
 from support.rigs import vision_engine
 from support.rigs.adapter_engine import RANK, SCALE, Rig, adapters_for
 from support.rigs.receiver_story import run_program
-from support.rigs.started_engine import started_engine
+from support.rigs.started_engine import publish, started_engine
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 NAMES = ("first", "second")
@@ -245,3 +247,33 @@ async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
                 gap, apart = (np.abs(logprobs - reply.logprobs).mean() for logprobs in all_logprobs)
                 assert gap < most * apart
         assert (engine.requests.use().accepted_tokens > 0) == (server == DRAFTS)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("rests", [False, True])
+async def test_an_idle_engine_forgets_what_an_old_tower_saw(
+    rests: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same images are shown after each publish, also to an engine that rests meanwhile."""
+    folders = [tmp_path / name for name in NAMES]
+    for seed, folder in enumerate(folders):
+        make_seeing_model(folder, "qwen2_5_vl", seed=seed)
+    sampling = {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": 2}
+    config = config_of_engine(folders[0], model={"dtype": "float32"}, sampling=sampling)
+    check_model(config)
+    # A plan copies plain matrices, and its updates need no pause of an idle engine.
+    keep_matrices_plain(monkeypatch)
+    sender = GlooSender("communicator")
+    async with started_engine(config) as engine:
+        for step, folder in enumerate((*folders, *folders), start=1):
+            if rests and step > 1:
+                await engine.pauses.rest(give_back=False)
+            weights = load_file(folder / "model.safetensors")
+            layout = layout_of(weights, 1 << 20)
+            order = sender.order(f"publish-{step}", step)
+            loaded = await publish(engine, sender, order, layout, weights)
+            seen = await vision_engine.replies(engine, folder, f"step{step}")
+            expected = reply_logprobs(folder, seen[f"step{step} tokens"])
+            logprobs = seen[f"step{step} logprobs"]
+            np.testing.assert_allclose(logprobs, expected, rtol=0, atol=2e-4)
+    assert loaded.stages.copied

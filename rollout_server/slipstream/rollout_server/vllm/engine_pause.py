@@ -124,12 +124,10 @@ class EnginePause:
         have computed is discarded here. For `update_limit_s` see `pause_for_update`.
         """
         self._ahead = version
-        core = self._llm.engine_core
-        discarding: list[Awaitable[object]] = [core.reset_prefix_cache_async(True, True)]
-        if self._llm.model_config.is_multimodal_model:
-            discarding.append(core.reset_encoder_cache_async())
+        # vLLM stamps what a tower has seen with the version, and cached prefixes with their salt.
+        discarding = self._llm.engine_core.reset_prefix_cache_async(True, True)
         # The engine takes calls in this order.
-        calls = asyncio.gather(*discarding, self._resuming(version))
+        calls = asyncio.gather(discarding, self._resuming(version))
         await self._call(calls, update_limit_s)
 
     async def let_in(self, request_id: str) -> None:
