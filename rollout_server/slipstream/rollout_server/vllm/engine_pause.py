@@ -124,7 +124,7 @@ class EnginePause:
         have computed is discarded here. For `update_limit_s` see `pause_for_update`.
         """
         self._ahead = version
-        # vLLM stamps what a tower has seen with the version, and cached prefixes with their salt.
+        # What a tower has seen is stamped with its version by vLLM.
         discarding = self._llm.engine_core.reset_prefix_cache_async(True, True)
         # The engine takes calls in this order.
         calls = asyncio.gather(discarding, self._resuming(version))
