@@ -251,13 +251,13 @@ def test_a_pause_finds_the_same_blocks_in_the_cache(pair, overlapping: bool, ste
 
 
 @both
-def test_who_goes_on_without_a_pause_has_forgotten_what_was_cached(start, overlapping: bool):
+def test_a_reset_forgets_all_that_was_cached(start, overlapping: bool):
     engine = start(ours=True, overlapping=overlapping)
     add(engine, "r0", 40)
     engine.drain()
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert len(pool.cached_block_hash_to_block) > 0
-    engine.scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert engine.scheduler.reset_prefix_cache(True, True)
     assert len(pool.cached_block_hash_to_block) == 0
     assert all(block.block_hash is None for block in pool.blocks)
 

@@ -23,6 +23,7 @@ from slipstream.client.terminal import say
 from slipstream.core.errors import FINAL_ERROR, NOT_STARTED, USAGE_ERROR, ConfigError, RunFailed
 from slipstream.core.logs import as_text, writer_command
 from slipstream.core.machine.address import address_parts, free_port
+from slipstream.core.machine.gpu_memory import without_processes
 from slipstream.core.machine.process import below_this, kernel_oom_kills
 from slipstream.core.run_folder import log_path
 from slipstream.core.settings.config import Config
@@ -61,7 +62,8 @@ NEW_ERROR = re.compile(r"\S.* (ERROR|CRITICAL) ")
 # The remedy, which is put before torch's long message.
 _LESS_MEMORY = (
     "the GPU's memory is full: lower learner.micro_batch_tokens, or what engines on that GPU take "
-    "(rollout_server.gpu_memory_utilization), or spread the model (learner.parallel)"
+    "(rollout_server.gpu_memory_utilization), or end other programs there, or spread the model "
+    "(learner.parallel)"
 )
 
 
@@ -109,7 +111,7 @@ class Child:
         elif SEE_ABOVE in cause:
             cause = "vLLM's engine ended at its start: by an error above in the log, or by a signal"
         elif "CUDA out of memory" in cause:
-            cause = f"{_LESS_MEMORY}: {cause}"
+            cause = f"{_LESS_MEMORY}: {without_processes(cause)}"
         ending = f"{self.name} {how}" + (f": {cause}" if cause else "") + f" (log: {self.log_path})"
         return with_full_disk(ending, self.log_path.parent)
 

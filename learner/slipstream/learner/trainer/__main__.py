@@ -14,6 +14,7 @@ from slipstream.core import errors
 from slipstream.core.configuration.config_file import check_model, load_config
 from slipstream.core.extension import check_process
 from slipstream.core.logs import use_format
+from slipstream.core.machine.gpu_memory import without_processes
 from slipstream.core.machine.gpus import fill_gpus, gpu_names
 from slipstream.core.machine.process import leave, without_collections
 from slipstream.core.run_folder import LOCKS
@@ -112,7 +113,7 @@ def _run_rank(config: Config, launch: "Launch") -> int:
         if not isinstance(error, ControllerLost):
             client.report_failure(
                 trainer_pb2.TrainerFailure(
-                    message=f"{type(error).__name__}: {error}",
+                    message=without_processes(f"{type(error).__name__}: {error}"),
                     rank=launch.rank,
                     final=code == errors.FINAL_ERROR,
                 )
