@@ -55,6 +55,13 @@ class NotedCalls:
         self.noted.append("pause")
         await self._behind_update()
 
+    async def reset_prefix_cache_async(self, *are_reset_too: bool) -> bool:
+        # Running requests and the connector.
+        assert are_reset_too == (True, True)
+        self.noted.append("discard")
+        await self._behind_update()
+        return True
+
     async def update_weight_version(self, stamp: str) -> None:
         self.noted.append(f"version {stamp}")
         await self._behind_update()
@@ -160,7 +167,7 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     receiving = asyncio.create_task(rig.engine.receive_weights("p2"))
     await rig.ask("early")
     # The engine is not paused again: a pause would wait for the device, so for the last bucket.
-    all_calls = ["begin", "version 0:2", "resume", "receive"]
+    all_calls = ["begin", "discard", "version 0:2", "resume", "receive"]
     assert rig.llm.noted == all_calls
     rig.llm.arrived.set()
     await receiving
@@ -282,11 +289,17 @@ async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_r
     await rig.engine.pauses.rest(give_back=True)
     await rig.update(2)
     await rig.ask("early")
-    noted = ["sleep 1 keep", "wake weights", "begin", "version 0:2", "wake the rest", "receive"]
-    assert rig.llm.noted == noted
+    resuming = ["begin", "discard", "version 0:2", "wake the rest", "receive"]
+    assert rig.llm.noted == ["sleep 1 keep", "wake weights", *resuming]
     await rig.engine.pauses.resume(PolicyVersion(0, 2))
     await rig.ask("last")
-    assert rig.llm.noted[6:] == ["request early", "request last"]
+    assert rig.llm.noted[7:] == ["request early", "request last"]
+
+
+async def test_an_idle_engine_at_rest_discards_what_old_weights_have_computed(rig: Rig) -> None:
+    await rig.engine.pauses.rest(give_back=False)
+    await rig.update(2)
+    assert rig.llm.noted == ["pause", "begin", "discard", "version 0:2", "resume", "receive"]
 
 
 async def test_an_engine_without_new_weights_takes_all_its_memory_at_once(rig: Rig) -> None:

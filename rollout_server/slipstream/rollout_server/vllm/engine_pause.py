@@ -125,8 +125,10 @@ class EnginePause:
         """
         self._ahead = version
         # What a tower has seen is stamped with its version by vLLM.
-        discarding = self._llm.engine_core.reset_prefix_cache_async(True, True)
-        # The engine takes calls in this order.
+        discarding = asyncio.ensure_future(
+            self._llm.engine_core.reset_prefix_cache_async(True, True)
+        )
+        # The engine takes calls in the order in which they are begun.
         calls = asyncio.gather(discarding, self._resuming(version))
         await self._call(calls, update_limit_s)
 
