@@ -23,16 +23,18 @@ from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,
+    RoutedExperts,
     ServerId,
     TrajectoryId,
 )
-from slipstream.protocol.access.security import open_channel
+from slipstream.protocol.access.run_token import make_run_token, run_credentials
+from slipstream.protocol.access.security import Credentials
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.protocol.queue.base import seal
 from slipstream.v1 import fleet_pb2, status_pb2, status_pb2_grpc, trainer_pb2, trajectory_pb2
 from support.fakes.fake_server import LAYOUT, FakeServer, bucket_digests
 from support.fakes.fake_trainer import FakeTrainer
-from support.fakes.named_channel import OPEN
+from support.fakes.named_channel import OPEN, open_named
 from support.fakes.plain_trajectory import plain_trajectory
 from support.rigs.controller_runs import make_config
 from support.rigs.waiting import until
@@ -54,7 +56,14 @@ def processor_s(pid: int) -> float:
 class LoadServer(FakeServer):
     """A server that answers a lease at once with prepared trajectories."""
 
-    def __init__(self, address: str, number: int, tokens: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        address: str,
+        number: int,
+        tokens: tuple[int, int],
+        *,
+        routed_experts: RoutedExperts | None = None,
+    ) -> None:
         super().__init__(address, f"s{number:04d}", epoch=number + 1, queue_bytes=QUEUE_BYTES)
         prompt, self.reply_tokens = tokens
         self.digests = DIGESTS
@@ -73,6 +82,7 @@ class LoadServer(FakeServer):
                 metrics={"right": 1.0, "well_formed": 1.0},
                 prompt_text="x" * 4 * prompt,
                 reply_text="y" * 4 * self.reply_tokens,
+                routed_experts=routed_experts,
             )
         )
 
@@ -142,8 +152,15 @@ class LoadTrainer(FakeTrainer):
 class Probe:
     """Asks for the status again and again, and samples the controller's memory."""
 
-    def __init__(self, address: str, pid: int, fleet: list[LoadServer]) -> None:
+    def __init__(
+        self,
+        address: str,
+        pid: int,
+        fleet: list[LoadServer],
+        credentials: Credentials = OPEN,
+    ) -> None:
         self._address = address
+        self._credentials = credentials
         self._pid = pid
         self._fleet = fleet
         self.answers_s: list[float] = []
@@ -151,7 +168,7 @@ class Probe:
         self.samples: list[tuple[int, int, float, float]] = []
 
     async def run(self) -> None:
-        async with open_channel(self._address, OPEN) as channel:
+        async with open_named(self._address, credentials=self._credentials) as channel:
             stub = status_pb2_grpc.StatusServiceStub(channel)
             while True:
                 began_s = time.monotonic()
@@ -183,6 +200,7 @@ async def measure(servers: int, asked: argparse.Namespace) -> list[str]:
         config.run_dir.mkdir()
         path = config.run_dir / "config.toml"
         path.write_text(dump_config(config))
+        make_run_token(config)
         controller = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -198,7 +216,10 @@ async def measure(servers: int, asked: argparse.Namespace) -> list[str]:
         tokens = (asked.tokens[0], asked.tokens[1])
         fleet = [LoadServer(address, n, tokens) for n in range(servers + asked.joining)]
         trainer = LoadTrainer(address)
-        probe = Probe(address, controller.pid, fleet)
+        credentials = run_credentials(config)
+        for peer in (trainer, *fleet):
+            peer.credentials = credentials
+        probe = Probe(address, controller.pid, fleet, credentials)
         peers = [trainer, probe, *fleet[:servers]]
         tasks = [asyncio.ensure_future(peer.run()) for peer in peers]
         try:

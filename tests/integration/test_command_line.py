@@ -220,10 +220,11 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(command: str, f
     )
     assert tomllib.loads(result.stdout)["learner"]["world_size"] == 4
     notes = [line for line in result.stdout.splitlines() if line.startswith("#")]
-    sizes = notes[6:12]
+    sizes = notes[6:15]
     assert sizes[0].startswith("# If each of a step's ")
     assert sizes[2].startswith("# a trainer rank keeps ")
-    assert [*notes[:6], *notes[13:]] == [
+    assert sizes[-1].startswith("# the journal grows by at most ")
+    assert [*notes[:6], *notes[16:]] == [
         "# replies end at </s> (2) of the model",
         "# The trainer's ranks:",
         "# 4 ranks: tp 1, pp 2, cp 1, dp 2",

@@ -274,11 +274,12 @@ def test_what_installs_packages_for_another_python_names_all_of_them() -> None:
 def test_our_programs_take_every_command() -> None:
     commands = [command for page in PAGES for command in python_commands(page)]
     assert len(commands) > 20
+    folders = (ROOT, ROOT / "tests", ROOT / "deploy")
     process = completed(
         [sys.executable, str(ROOT / "tests" / "support" / "rigs" / "only_parse.py")],
         input=json.dumps(commands),
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))},
     )
     parsed = [json.loads(line) for line in process.stdout.splitlines()]
     assert len(parsed) == len(commands), process.stderr

@@ -145,6 +145,12 @@ class KeptTokens:
         numbers = np.concatenate([self.counts, distances])
         return _bytes(numbers)
 
+    def cut(self, start: int, end: int) -> Self:
+        """Returns the sets of the sampled tokens `start` to `end`."""
+        first_id = int(self.counts[:start].sum())
+        last_id = int(self.counts[:end].sum())
+        return type(self)(self.counts[start:end], self.ids[first_id:last_id])
+
     def has(self, token_ids: npt.NDArray[np.unsignedinteger]) -> npt.NDArray[np.bool_]:
         """Returns a flag for each of the sampled tokens `token_ids`: whether its set has it."""
         owners = _owners(self.counts)

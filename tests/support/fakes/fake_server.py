@@ -26,7 +26,7 @@ from slipstream.protocol.queue.grpc import GrpcSender
 from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layout_to_pb
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2, weights_pb2
 
-from support.fakes.named_channel import open_named
+from support.fakes.named_channel import OPEN, open_named
 from support.fakes.plain_trajectory import plain_trajectory
 
 QUEUE_BYTES = 256 << 20
@@ -47,6 +47,9 @@ def coin(lease: fleet_pb2.Lease, member: int, attempt: int) -> float:
 
 class FakeServer:
     """Run it as a task; cancelling it is its death."""
+
+    # Those of its calls.
+    credentials = OPEN
 
     def __init__(
         self,
@@ -126,7 +129,8 @@ class FakeServer:
         self.evaluation_gate.set()
 
     async def run(self) -> None:
-        async with open_named(self.address) as channel, AsyncExitStack() as self.stack:
+        named = open_named(self.address, credentials=self.credentials)
+        async with named as channel, AsyncExitStack() as self.stack:
             if not self.queue_url:
                 sender = GrpcSender(channel, (), self.queue_bytes)
                 self.sender = await self.stack.enter_async_context(sender)

@@ -13,7 +13,7 @@ from slipstream.protocol.rich_errors import Reason, has_reason
 from slipstream.v1 import trainer_pb2, trainer_pb2_grpc, weights_pb2
 
 from support.fakes.fake_server import LAYOUT, bucket_digests
-from support.fakes.named_channel import open_named
+from support.fakes.named_channel import OPEN, open_named
 from support.rigs.waiting import until
 
 Checkpoint = tuple[PolicyVersion, bytes]
@@ -41,6 +41,9 @@ class TrainerDied(Exception):
 
 
 class FakeTrainer:
+    # Those of its calls.
+    credentials = OPEN
+
     def __init__(
         self,
         address: str,
@@ -91,7 +94,7 @@ class FakeTrainer:
         self.gate.set()
 
     async def run(self) -> None:
-        async with open_named(self.address) as channel:
+        async with open_named(self.address, credentials=self.credentials) as channel:
             self.stub = trainer_pb2_grpc.TrainerServiceStub(channel)
             hello = trainer_pb2.TrainerHello(
                 world_size=1,

@@ -12,8 +12,14 @@ SHAPES = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
 class NamedChannel:
-    def __init__(self, channel: Any, run_id: str = RUN_ID) -> None:  # noqa: ANN401
-        self._channel, self._named = channel, call_metadata(OPEN, run_id)
+    def __init__(
+        self,
+        channel: Any,  # noqa: ANN401
+        run_id: str = RUN_ID,
+        credentials: Credentials = OPEN,
+    ) -> None:
+        self._channel = channel
+        self._named = call_metadata(credentials, run_id)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         method = getattr(self._channel, name)
@@ -32,6 +38,8 @@ class NamedChannel:
 
 
 @asynccontextmanager
-async def open_named(address: str, run_id: str = RUN_ID) -> AsyncIterator[Any]:
-    async with open_channel(address, OPEN) as channel:
-        yield NamedChannel(channel, run_id)
+async def open_named(
+    address: str, run_id: str = RUN_ID, credentials: Credentials = OPEN
+) -> AsyncIterator[Any]:
+    async with open_channel(address, credentials) as channel:
+        yield NamedChannel(channel, run_id, credentials)

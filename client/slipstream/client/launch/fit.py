@@ -3,21 +3,23 @@
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
 from slipstream.client.launch.machine import GIB
-from slipstream.client.launch.placement import fit_here, uses_gpus
+from slipstream.client.launch.placement import Placement, fit_here, uses_gpus
 from slipstream.client.run_folder import nearest_folder
-from slipstream.core.configuration.batch_bytes import BatchBytes
+from slipstream.core.configuration.automatic import ON_GPUS
+from slipstream.core.configuration.batch_bytes import BatchBytes, shown_bytes
+from slipstream.core.configuration.batch_costs import BatchCosts
 from slipstream.core.configuration.node_plan import MEAN_SHARE
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.extension import num_parameters_beside_model
 from slipstream.core.machine.description import free_memory
-from slipstream.core.machine.gpus import find_gpu, list_gpus
+from slipstream.core.machine.gpus import Gpu, find_gpu, list_gpus
 from slipstream.core.models.model_files import loaded_tensors, missing_weights
 from slipstream.core.models.model_rules import cpu_cache_bytes, cpu_engine_problems
 from slipstream.core.models.model_sizes import read_model_sizes
@@ -97,6 +99,8 @@ ENGINE_GIB = 1.5
 GRADIENT_BYTES = 4
 MOMENT_BYTES = 8
 MASTER_BYTES = 4
+# Bytes of a parameter in an engine with `rollout_server.quantization`, without its scales.
+QUANTIZED_BYTES = 1
 # Share of a GPU that activations and logits need.
 ACTIVATION_SHARE = 0.15
 # Largest part of an engine's share for weights: beyond it the KV cache is too small to be useful.
@@ -140,6 +144,17 @@ def needs_of(config: Config) -> Needs | None:
     if not parameters:
         return None
     experts = sum(size for name, size in tensors if ".experts." in name)
+    return _needs(config, parameters, experts)
+
+
+def estimated_needs(config: Config) -> Needs:
+    """Returns about what the run needs, by config.json alone; ConfigError without one."""
+    sizes = read_model_sizes(config.model.path)
+    return _needs(config, sizes.parameters, sizes.expert_parameters)
+
+
+def _needs(config: Config, parameters: int, experts: int) -> Needs:
+    """Returns the needs of a model of so many parameters, of which `experts` are of experts."""
     learner = config.learner
     parallel = config.learner.parallel
     adapts = bool(config.lora.rank)
@@ -166,7 +181,8 @@ def needs_of(config: Config) -> Needs | None:
     # Every rank has these whole, in float32.
     in_float32 = MASTER_BYTES + MOMENT_BYTES
     rank_bytes += beside * (in_float32 + GRADIENT_BYTES)
-    on_workers = (parameters + beside) * weight
+    quantizes = config.rollout_server.quantization != "off"
+    on_workers = (parameters + beside) * (QUANTIZED_BYTES if quantizes else weight)
     return Needs(
         parameters=parameters,
         rank_bytes=rank_bytes,
@@ -236,18 +252,82 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
     yield problem(seen, remedy, area=area) if too_much else ok(seen, area=area)
 
 
+def gpu_needs(config: Config) -> str:
+    """Returns a line with the GPU memory that ranks and engines need beside activations and cache.
+
+    By config.json alone; "" for a model that is small enough for any GPU, or for CPUs.
+    """
+    if config.model.dtype == "float32" or read_model_sizes(config.model.path).parameters < ON_GPUS:
+        return ""
+    needs = estimated_needs(config)
+    share = config.rollout_server.gpu_memory_utilization
+    workers = config.rollout_server.tensor_parallel_size
+    return (
+        f"a trainer rank's GPU needs {shown_bytes(needs.rank_bytes)} without activations; an "
+        f"engine worker's {shown_bytes(needs.worker_bytes / share)} without cache: 1 of {workers} "
+        f"parts of the weights, at gpu_memory_utilization {share:g}"
+    )
+
+
+def gpu_obstacles(config: Config, placement: Placement) -> tuple[str, ...]:
+    """Returns a line for each GPU memory here that cannot hold what is placed there.
+
+    By config.json alone. Activations, logits and cache come on top.
+    """
+    if not (placement.learner or placement.servers):
+        return ()
+    needs = estimated_needs(config)
+    gpus = list_gpus()
+    lines = []
+    smallest = _smallest_gpu(placement.learner, gpus)
+    room = smallest * (1 - placement.engines_share)
+    # Another optimizer than Adam has other state.
+    if 0 < room < needs.rank_bytes and not config.learner.optimizer:
+        lines.append(
+            f"a trainer rank needs {shown_bytes(needs.rank_bytes)} of weights, gradients and "
+            f"optimizer state, and has {shown_bytes(room)} of a GPU: {MORE_RANKS}"
+        )
+    smallest = _smallest_gpu([gpu for server in placement.servers for gpu in server], gpus)
+    share = placement.least_memory(config)
+    if 0 < smallest * share < needs.worker_bytes:
+        workers = config.rollout_server.tensor_parallel_size
+        lines.append(
+            f"weights of {shown_bytes(needs.worker_bytes * workers)} over "
+            f"rollout_server.tensor_parallel_size {workers} are "
+            f"{shown_bytes(needs.worker_bytes)} for each worker, which has {share:g} of a GPU of "
+            f"{shown_bytes(smallest)}: an engine runs on one host, so raise tensor_parallel_size "
+            "up to its GPUs, take larger ones, or set rollout_server.quantization"
+        )
+    return tuple(lines)
+
+
+def _smallest_gpu(names: Iterable[str], gpus: Sequence[Gpu]) -> int:
+    """Returns the bytes of the smallest of the named GPUs; 0 if none of them is known."""
+    sizes = [gpu.memory_bytes for name in names if (gpu := find_gpu(name, gpus)) is not None]
+    return min(sizes, default=0)
+
+
 def check_batches(scene: Scene) -> Finding | None:
-    """Checks that the ranks of this machine can keep batches whose episodes have a usual length."""
+    """Checks that what starts on this machine can keep batches of episodes of a usual length."""
     config = scene.stated
     if config is None or not (config.model.path / "config.json").is_file():
         # The check of the model tells what is missing.
         return None
-    batch_bytes = BatchBytes.of(config, read_model_sizes(config.model.path))
+    if config.controller.client_loop:
+        # A client's steps have the sizes that it gives them.
+        return None
+    sizes = read_model_sizes(config.model.path)
+    batch_bytes = BatchBytes.of(config, sizes)
     num_ranks = len(scene.share.ranks)
     expected_bytes = MEAN_SHARE * num_ranks * batch_bytes.rank
+    who = f"trainer ranks here: {num_ranks}; they keep"
+    if scene.share.has_controller:
+        costs = BatchCosts.of(config, sizes, batch_bytes)
+        expected_bytes += MEAN_SHARE * costs.controller_bytes
+        who = f"trainer ranks here: {num_ranks}; they and the controller keep"
     _, memory = free_memory()
     seen = (
-        f"trainer ranks here: {num_ranks}; they keep {expected_bytes / GIB:,.1f} GiB of a batch "
+        f"{who} {expected_bytes / GIB:,.1f} GiB of a batch "
         f"whose episodes have a third of their {batch_bytes.tokens_per_episode:,} tokens"
     )
     if expected_bytes <= memory:
@@ -256,6 +336,26 @@ def check_batches(scene: Scene) -> Finding | None:
     if batch_bytes.experts_per_token:
         remedy += ', or set algorithm.router_replay = "off"'
     return problem(f"{seen}, and the machine has {memory / GIB:,.1f} GiB", remedy)
+
+
+def journal_warning(config: Config) -> str:
+    """Returns why the journal may fill the disk of `run.dir` before the run ends, or ""."""
+    if config.controller.client_loop or not (config.model.path / "config.json").is_file():
+        return ""
+    batch_bytes = BatchBytes.of(config, read_model_sizes(config.model.path))
+    place, fault = nearest_folder(config.run.dir)
+    free = 0 if fault else shutil.disk_usage(place).free
+    expected_bytes = MEAN_SHARE * batch_bytes.journal
+    if not 0 < free < expected_bytes:
+        return ""
+    steps = math.floor(free / (MEAN_SHARE * batch_bytes.batch))
+    remedy = "set run.dir to a folder on another disk"
+    if config.checkpoint.keep_batches:
+        remedy = f"set checkpoint.keep_batches = false, or {remedy.removeprefix('set ')}"
+    return (
+        f"batches of episodes of a usual length fill the {shown_bytes(free)} that are free for "
+        f"{config.run.dir} after {steps:,} of {config.run.steps:,} steps: {remedy}"
+    )
 
 
 def check_disk(scene: Scene) -> Finding:
@@ -285,4 +385,7 @@ def check_disk(scene: Scene) -> Finding:
         return problem(seen, "make room, or set run.dir to a folder on another disk")
     if free < max(usual, MIN_DISK_GIB * GIB):
         return advice(seen, "checkpoints and the journal grow: set run.dir elsewhere")
+    if config is not None and (warning := journal_warning(config)):
+        cause, _, remedy = warning.partition(": ")
+        return advice(f"{seen}; {cause}", remedy)
     return ok(seen)

@@ -30,7 +30,13 @@ from slipstream.client.launch.children import (
     stop_signal,
 )
 from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene, Verdict
-from slipstream.client.launch.fit import describe_engine, processor_problems
+from slipstream.client.launch.fit import (
+    describe_engine,
+    gpu_needs,
+    gpu_obstacles,
+    journal_warning,
+    processor_problems,
+)
 from slipstream.client.launch.machine import require_packages, warn_unproved
 from slipstream.client.launch.placement import SERVER as SERVER_PROGRAM
 from slipstream.client.launch.placement import (
@@ -48,6 +54,7 @@ from slipstream.client.page import PAGE, differences, page_kept, reply_lines, se
 from slipstream.client.terminal import complain, counted, say
 from slipstream.core.configuration.automatic import describe_plan
 from slipstream.core.configuration.batch_bytes import BatchBytes
+from slipstream.core.configuration.batch_costs import BatchCosts
 from slipstream.core.configuration.config_file import (
     check_sizes,
     dump_config,
@@ -470,7 +477,7 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         misfit = [str(error)]
     else:
         gpus = ["The GPUs of what starts here:", *placement.describe(share.ranks)]
-        misfit = []
+        misfit = [f"GPU memory: {line}" for line in gpu_obstacles(config, placement)]
         gpus += describe_sharing(config, placement)
         gpus += [f"weights travel by {transport}"] if transport else []
         gpus += filter(None, [describe_plan(config)])
@@ -482,11 +489,16 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         has_experts = read_model_sizes(settings.model.path).experts > 0
         layout = RankLayout.of(settings.learner.parallel, settings.learner.world_size)
         notes += [title, *layout.describe(has_experts=has_experts).splitlines(), ""]
-    if share.ranks:
-        batches = BatchBytes.of(config, read_model_sizes(config.model.path))
-        notes += [*batches.describe(num_steps=config.run.steps), ""]
-    notes += [*gpus, *engine]
     warnings = [*config.training_warnings, *model_warnings(config)]
+    if share.ranks and not config.controller.client_loop:
+        sizes = read_model_sizes(config.model.path)
+        batches = BatchBytes.of(config, sizes)
+        costs = BatchCosts.of(config, sizes, batches)
+        notes += [*batches.describe(num_steps=config.run.steps), *costs.describe(batches), ""]
+        warnings += costs.warnings(config, batches)
+        if share.has_controller and (journal := journal_warning(config)):
+            warnings.append(journal)
+    notes += [*gpus, *filter(None, [gpu_needs(config)]), *engine]
     if not config.environments and not config.controller.client_loop:
         warnings.append(NO_ENVIRONMENT)
     for warning in warnings:

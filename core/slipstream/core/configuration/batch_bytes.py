@@ -9,15 +9,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
-from slipstream.core.kept_tokens import MAX_KEPT_TOKENS
+from slipstream.core.kept_tokens import BYTES_PER_COUNT, BYTES_PER_ID, MAX_KEPT_TOKENS
 from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import Config
 
 # Bytes of main memory that every trainer rank keeps for each token of the whole batch: ids and
-# log-probabilities as they came, and the columns of training sequences.
-RANK_BYTES_PER_TOKEN = 37
-# Bytes there of each token that a sampled token was drawn from, where `sampling` cuts.
-RANK_BYTES_PER_KEPT_TOKEN = 4
+# log-probabilities as they came, and the columns of training sequences. Measured by
+# benchmarks/controller/batches.py.
+RANK_BYTES_PER_TOKEN = 46
 
 
 @dataclass(frozen=True)
@@ -26,9 +25,13 @@ class BatchBytes:
 
     num_episodes: int
     tokens_per_episode: int
-    # Of one token in a queue, on the wire and in the journal, and of its recorded experts.
+    # Of one token in a queue, on the wire and in the journal; of its recorded experts, and of the
+    # tokens that it was drawn from.
     per_token: int
     experts_per_token: int
+    kept_per_token: int
+    # Of an episode's images.
+    images: int
     batch: int
     # Kept by each trainer rank: tokens of all episodes, experts of those that it trains.
     rank: int
@@ -40,6 +43,8 @@ class BatchBytes:
     weights: int
     worker: int
     communicator_ranks: int
+    # The ranks of one of the learner's hosts.
+    ranks_per_host: int
 
     @classmethod
     def of(cls, config: Config, sizes: ModelSizes) -> "BatchBytes":
@@ -54,10 +59,12 @@ class BatchBytes:
         num_tokens = num_episodes * tokens_per_episode
         trajectory = largest_trajectory_bytes(config)
         batch = num_episodes * trajectory
-        per_token_in_rank = RANK_BYTES_PER_TOKEN
+        kept_per_token = 0
         if config.replays_sampling:
             most_kept = min(config.sampling.top_k or sizes.vocab, sizes.vocab, MAX_KEPT_TOKENS)
-            per_token_in_rank += RANK_BYTES_PER_KEPT_TOKEN * most_kept
+            kept_per_token = BYTES_PER_COUNT + BYTES_PER_ID * most_kept
+        images = config.sampling.max_images * config.sampling.max_image_bytes
+        per_token_in_rank = RANK_BYTES_PER_TOKEN + kept_per_token
         data_parallel = config.learner.world_size // (parallel.tp * parallel.pp * parallel.cp)
         trained_tokens = -(-num_tokens // data_parallel)
         item_bytes = 4 if config.model.dtype == "float32" else 2
@@ -71,37 +78,52 @@ class BatchBytes:
         return cls(
             num_episodes=num_episodes,
             tokens_per_episode=tokens_per_episode,
-            per_token=trajectory // tokens_per_episode,
+            per_token=(trajectory - images) // tokens_per_episode,
             experts_per_token=experts_per_token,
+            kept_per_token=kept_per_token,
+            images=images,
             batch=batch,
-            rank=num_tokens * per_token_in_rank + trained_tokens * experts_per_token,
+            rank=num_tokens * per_token_in_rank
+            + trained_tokens * experts_per_token
+            + num_episodes * images,
             queue=config.queue.max_bytes,
             journal=steps_kept * batch,
             weights=weights,
             worker=weights // server.tensor_parallel_size,
             communicator_ranks=num_senders + server.count * server.tensor_parallel_size,
+            ranks_per_host=config.learner.ranks_per_node or config.learner.world_size,
         )
 
     def describe(self, *, num_steps: int) -> Iterator[str]:
         """Yields the lines of a dry run of `num_steps` steps."""
-        experts = ""
+        parts = ""
         if self.experts_per_token:
-            experts = f", {self.experts_per_token:,} of them recorded experts"
+            parts += f", {self.experts_per_token:,} of them recorded experts"
+        if self.kept_per_token:
+            parts += f", {self.kept_per_token:,} of them the tokens that it was drawn from"
+        if self.images:
+            parts += f", an episode's images {shown_bytes(self.images)}"
         yield (
             f"If each of a step's {self.num_episodes:,} episodes has {self.tokens_per_episode:,} "
             "tokens, the most there can be:"
         )
-        yield f"a token takes {self.per_token:,} bytes{experts}, and a batch {_size(self.batch)}"
-        yield f"a trainer rank keeps {_size(self.rank)} of it in main memory"
-        yield f"trajectories that wait may take {_size(self.queue)}, queue.max_bytes"
-        yield f"the journal has {_size(self.journal)} of batches after {num_steps:,} steps"
+        batch = shown_bytes(self.batch)
+        yield f"a token takes {self.per_token:,} bytes{parts}, and a batch {batch}"
+        on_host = ""
+        if self.ranks_per_host > 1:
+            on_host = f", {shown_bytes(self.ranks_per_host * self.rank)} on a host of "
+            on_host += f"{self.ranks_per_host} ranks"
+        yield f"a trainer rank keeps {shown_bytes(self.rank)} of it in main memory{on_host}"
+        yield f"trajectories that wait may take {shown_bytes(self.queue)}, queue.max_bytes"
+        yield f"the journal has {shown_bytes(self.journal)} of batches after {num_steps:,} steps"
         yield (
-            f"weights are {_size(self.weights)}, {_size(self.worker)} for each engine worker; "
-            f"{self.communicator_ranks:,} processes exchange them"
+            f"weights are {shown_bytes(self.weights)}, {shown_bytes(self.worker)} for each engine "
+            f"worker; {self.communicator_ranks:,} processes exchange them"
         )
 
 
-def _size(num_bytes: int) -> str:
+def shown_bytes(num_bytes: float) -> str:
+    """Returns a number of bytes for people, in a unit of powers of ten."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"

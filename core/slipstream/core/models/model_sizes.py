@@ -86,6 +86,19 @@ class ModelSizes:
         return self.hidden * (vocab + self.layers * heads + mlps)
 
     @property
+    def expert_parameters(self) -> int:
+        """The approximate number of parameters of the experts to which tokens are routed."""
+        return 3 * self.hidden * (self.layers - self.dense_layers) * self.experts * self.expert_ffn
+
+    @property
+    def active_parameters(self) -> int:
+        """The approximate number of parameters that one token is multiplied by."""
+        embedding = 0 if self.has_tied_output else self.hidden * self.vocab
+        unused = self.experts - self.experts_per_token
+        idle = self.expert_parameters * unused // self.experts if self.experts else 0
+        return self.parameters - embedding - idle
+
+    @property
     def layer_parameters(self) -> int:
         """The approximate number of a layer's parameters that one token passes through."""
         heads = 2 * (self.heads + self.kv_heads) * self.head_dim

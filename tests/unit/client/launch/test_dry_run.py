@@ -1,14 +1,20 @@
 import json
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from slipstream.client.launch import fit, machine
+from slipstream.client.launch import fit, launcher, machine, placement
 from slipstream.client.launch.findings import Scene, Verdict
 from slipstream.client.launch.launcher import describe_dry_run, run_all
 from slipstream.client.launch.placement import Share
+from slipstream.core.configuration.batch_costs import CONTROLLER_FURTHER_BATCHES
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.machine.gpus import Gpu
+from slipstream.core.settings.config import Config
+from support.fakes.published_models import DEEPSEEK_V3, QWEN3_235B
 from support.fakes.small_configs import small_config
 
 SIZES = {
@@ -42,7 +48,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
     assert notes[12] == "# If each of a step's 32 episodes has 64 tokens, the most there can be:"
-    sizes = [note.split(" ", 3)[:3] for note in notes[13:18]]
+    sizes = [note.split(" ", 3)[:3] for note in notes[13:21]]
     assert sizes == [
         ["#", *words]
         for words in (
@@ -51,9 +57,12 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
             ("trajectories", "that"),
             ("the", "journal"),
             ("weights", "are"),
+            ("the", "controller"),
+            ("a", "trainer"),
+            ("the", "journal"),
         )
     ]
-    assert [*notes[:12], *notes[19:23]] == [
+    assert [*notes[:12], *notes[22:26]] == [
         "# The trainer's ranks:",
         "# 2 ranks: tp 2, pp 1, cp 1, dp 1",
         "# tp: 1 x 2: [0 1]",
@@ -71,7 +80,7 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "# weights travel by gloo",
         "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
     ]
-    assert notes[24].startswith("# Warning: algorithm.max_staleness is 2 without a correction: ")
+    assert notes[27].startswith("# Warning: algorithm.max_staleness is 2 without a correction: ")
 
 
 def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
@@ -129,14 +138,125 @@ def test_ranks_that_cannot_keep_a_batch_are_refused(tmp_path: Path) -> None:
         learner={"micro_batch_tokens": 1 << 17},
         queue={"max_bytes": 1 << 60},
     )
-    # 2^35 tokens of 37 bytes are 1.16 TiB for each rank, and a third of that is expected.
-    finding = fit.check_batches(Scene(config, share=Share(range(8))))
+    # 2^35 tokens of 46 bytes are 1,472 GiB for each rank, and a third of that is expected.
+    finding = fit.check_batches(Scene(config, share=Share(range(8, 16))))
     assert finding is not None
     assert finding.verdict is Verdict.PROBLEM
-    assert "they keep 3,157.3 GiB of a batch" in finding.seen
+    assert "they keep 3,925.3 GiB of a batch" in finding.seen
     assert finding.remedy == (
         "lower algorithm.groups_per_step, or spread the ranks over more machines"
     )
+    # With the first ranks starts the controller, which holds 2^18 trajectories in each of 4.6
+    # batches: three that may wait, and more.
+    first = fit.check_batches(Scene(config, share=Share(range(8))))
+    assert first is not None
+    trajectory_bytes = 24 * (1 << 17) + 2048
+    batch_gib = trajectory_bytes * (1 << 18) / (1 << 30)
+    controller_gib = batch_gib * (3 + CONTROLLER_FURTHER_BATCHES) / 3
+    assert f"they and the controller keep {3925.33 + controller_gib:,.1f} GiB" in first.seen
+    controller = config.controller.model_copy(update={"client_loop": True})
+    own_loop = config.model_copy(update={"controller": controller})
+    assert fit.check_batches(Scene(own_loop, share=Share(range(8)))) is None
     few = fit.check_batches(Scene(small_config(model={"path": str(tmp_path)})))
     assert few is not None
     assert few.verdict is Verdict.OK
+
+
+EIGHT_WORKERS = {"tensor_parallel_size": 8}
+
+
+def gpu_obstacles(config: Config, share: Share) -> list[str]:
+    _, obstacles = describe_dry_run(config, share)
+    return [obstacle for obstacle in obstacles if "GPU memory" in obstacle]
+
+
+def with_gpus(monkeypatch: pytest.MonkeyPatch, *, count: int, gib: int) -> None:
+    """Lets this machine have so many GPUs."""
+    memory_bytes = gib << 30
+    gpus = tuple(Gpu(n, f"GPU-{n}", "NVIDIA H200", memory_bytes) for n in range(count))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for module in (fit, launcher, placement):
+        monkeypatch.setattr(module, "uses_gpus", lambda: True)
+    for module in (fit, placement):
+        monkeypatch.setattr(module, "list_gpus", lambda: gpus)
+
+
+def published(
+    folder: Path,
+    model: dict[str, Any],
+    **tables: dict[str, Any],
+) -> Config:
+    (folder / "config.json").write_text(json.dumps(model))
+    return small_config(
+        model={
+            "path": str(folder),
+            "dtype": "bfloat16",
+        },
+        sampling={
+            "max_reply_tokens": 4000,
+            "max_episode_tokens": 8192,
+        },
+        learner={"micro_batch_tokens": 8192},
+        queue={"max_bytes": 1 << 50},
+        **tables,
+    )
+
+
+def test_a_model_that_fits_no_engine_here_is_refused_with_the_arithmetic(tmp_path, monkeypatch):
+    with_gpus(monkeypatch, count=8, gib=140)
+    config = published(tmp_path, DEEPSEEK_V3, rollout_server=EIGHT_WORKERS)
+    (line,) = gpu_obstacles(config, Share(servers=1))
+    assert "over rollout_server.tensor_parallel_size 8 are 168.0 GB for each worker" in line
+    assert "0.9 of a GPU of 150.3 GB: an engine runs on one host" in line
+    quantized = EIGHT_WORKERS | {"quantization": "fp8_per_channel"}
+    config = published(tmp_path, DEEPSEEK_V3, rollout_server=quantized)
+    assert gpu_obstacles(config, Share(servers=1)) == []
+
+
+def test_a_rank_without_room_for_its_state_is_refused(tmp_path, monkeypatch):
+    with_gpus(monkeypatch, count=2, gib=80)
+    config = published(tmp_path, QWEN3_235B)
+    (line,) = gpu_obstacles(config, Share(range(1)))
+    assert "a trainer rank needs 4.2 TB of weights, gradients and optimizer state" in line
+    assert "and has 85.9 GB of a GPU: raise learner.parallel.tp" in line
+
+
+def test_a_dry_run_without_gpus_says_which_it_needs(tmp_path, monkeypatch):
+    for module in (fit, placement):
+        monkeypatch.setattr(module, "uses_gpus", lambda: False)
+        monkeypatch.setattr(module, "list_gpus", lambda: ())
+    config = published(tmp_path, DEEPSEEK_V3, rollout_server=EIGHT_WORKERS)
+    text, _ = describe_dry_run(config, Share(servers=1))
+    assert "an engine worker's 186.7 GB without cache: 1 of 8 parts of the weights" in text
+    assert gpu_obstacles(config, Share(servers=1)) == []
+
+
+def test_a_journal_that_fills_the_disk_is_told_with_the_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(fit.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
+    (tmp_path / "config.json").write_text(json.dumps(SIZES))
+    config = small_config(
+        model={"path": str(tmp_path)},
+        run={
+            "steps": 1000,
+            "dir": str(tmp_path),
+        },
+        algorithm={
+            "groups_per_step": 8,
+            "group_size": 4,
+        },
+        sampling={
+            "max_reply_tokens": 64,
+            "max_episode_tokens": 1000,
+        },
+    )
+    # A third of 32 * (2,048 + 24 * 1,000) bytes are 277,845; 10 MB hold 35 of them.
+    text, _ = describe_dry_run(config, Share(range(1), 1))
+    (line,) = [line for line in text.splitlines() if "batches of episodes" in line]
+    assert "fill the 10.0 MB that are free" in line
+    assert "after 35 of 1,000 steps: set checkpoint.keep_batches = false, or run.dir" in line
+    run = config.run.model_copy(update={"steps": 30})
+    short = config.model_copy(update={"run": run})
+    assert fit.journal_warning(short) == ""
+    # Ranks of further hosts write no journal.
+    text, _ = describe_dry_run(config, Share(range(1, 2)))
+    assert "batches of episodes" not in text

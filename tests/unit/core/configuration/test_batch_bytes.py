@@ -3,11 +3,7 @@
 import json
 from pathlib import Path
 
-from slipstream.core.configuration.batch_bytes import (
-    RANK_BYTES_PER_KEPT_TOKEN,
-    RANK_BYTES_PER_TOKEN,
-    BatchBytes,
-)
+from slipstream.core.configuration.batch_bytes import RANK_BYTES_PER_TOKEN, BatchBytes
 from slipstream.core.models.model_sizes import read_model_sizes
 from support.fakes.small_configs import small_config
 
@@ -61,8 +57,22 @@ def test_a_rank_keeps_the_tokens_that_sampled_tokens_were_drawn_from(tmp_path):
     # The vocabulary has 100 tokens.
     uncounted = bytes_of(tmp_path, sampling={"top_p": 0.9})
     tokens = 8 * 4 * 100
-    assert cut.rank - num_bytes.rank == tokens * RANK_BYTES_PER_KEPT_TOKEN * 20
-    assert uncounted.rank - num_bytes.rank == tokens * RANK_BYTES_PER_KEPT_TOKEN * 100
+    # A number of tokens in two bytes, and ids of three bytes.
+    assert cut.rank - num_bytes.rank == tokens * (2 + 3 * 20)
+    assert uncounted.rank - num_bytes.rank == tokens * (2 + 3 * 100)
+    lines = [*cut.describe(num_steps=10)]
+    assert "62 of them the tokens that it was drawn from" in lines[1]
+
+
+def test_images_count_for_each_episode_and_not_for_a_token(tmp_path):
+    num_bytes = bytes_of(tmp_path)
+    images = {"max_images": 2, "max_image_bytes": 1000}
+    shown = bytes_of(tmp_path, sampling=images)
+    assert shown.batch - num_bytes.batch == 32 * 2000
+    assert shown.rank - num_bytes.rank == 32 * 2000
+    assert shown.per_token == num_bytes.per_token
+    lines = [*shown.describe(num_steps=10)]
+    assert "an episode's images 2.0 kB" in lines[1]
 
 
 def test_the_journal_keeps_all_batches_or_those_behind_the_oldest_checkpoint(tmp_path):
@@ -84,6 +94,7 @@ def test_the_lines_name_the_setting_that_bounds_each_figure(tmp_path):
     lines = [*recorded.describe(num_steps=10)]
     assert lines[0].startswith("If each of a step's 32 episodes has 100 tokens")
     assert "32 of them recorded experts" in lines[1]
+    assert lines[2].endswith("on a host of 8 ranks")
     assert "queue.max_bytes" in lines[3]
     assert "after 10 steps" in lines[4]
     assert "14 processes exchange them" in lines[5]

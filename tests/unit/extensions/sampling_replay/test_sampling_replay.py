@@ -8,7 +8,7 @@ import pytest
 from slipstream.core.errors import ConfigError
 from slipstream.core.kept_tokens import MAX_KEPT_TOKENS, KeptTokens
 from slipstream.core.settings.config import Config
-from slipstream.core.types import Trajectory
+from slipstream.core.types import Branch, Trajectory
 from slipstream.extensions.sampling_replay.settings import check_vocabulary, engine_arguments
 from slipstream.extensions.sampling_replay.trainer import KeptTokenCounts
 from slipstream.learner.trainer.batches.batch import Batch
@@ -118,6 +118,33 @@ def test_sets_stand_where_their_tokens_are_predicted() -> None:
     rows = micro_batch.kept_ids.tolist()
     assert rows[:4] == [nothing] * 4
     assert rows[4:8] == [nothing, [6, 7], [8, 0], nothing]
+
+
+def test_a_segment_has_the_sets_of_the_tokens_that_it_predicts() -> None:
+    # The first branch has the tokens 1, 2, 5 and 7, the second one a prompt and a sampled token.
+    branched = plain_trajectory(
+        token_ids=[1, 2, 5, 7, 3, 9],
+        run_lengths=(2, 2, 1, 1),
+        kept_tokens=KeptTokens.of_sets([[6, 5], [7], [8, 9, 4]]).packed(),
+        branches=(Branch(2), Branch(2)),
+    )
+    first, second = TrainingSequence.of_trajectories([branched], step=0)
+    assert first.kept_sets is not None
+    assert second.kept_sets is not None
+    assert first.kept_sets.table(0, 2).tolist() == [[0, 0], [6, 7]]
+    assert first.kept_sets.table(2, 4).tolist() == [[8], [0]]
+    assert second.kept_sets.table(0, 2).tolist() == [[5, 9, 10], [0, 0, 0]]
+
+
+def test_a_micro_batch_is_as_wide_as_its_own_sets() -> None:
+    cut, uncut = cut_trajectories()
+    sequences = TrainingSequence.of_trajectories([uncut, cut], step=0)
+    micro_batch = packed(sequences, [0])
+    assert micro_batch.kept_ids is not None
+    assert micro_batch.kept_ids.shape == (2, 0)
+    micro_batch = packed(sequences, [0, 1])
+    assert micro_batch.kept_ids is not None
+    assert micro_batch.kept_ids.shape == (6, 2)
 
 
 def test_context_parallel_ranks_get_the_sets_of_their_tokens() -> None:

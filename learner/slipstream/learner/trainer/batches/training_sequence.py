@@ -104,15 +104,6 @@ def _joined(name: str) -> Read:
     return read
 
 
-def _kept_ids(trajectories: Sequence[Trajectory], _: int) -> NumpyArray | None:
-    """Returns the kept tokens of the sampled tokens, int32 [sampled tokens, largest set]."""
-    if not any(trajectory.kept_tokens for trajectory in trajectories):
-        return None
-    sets = [KeptTokens.unpacked(t.kept_tokens, t.num_sampled_tokens) for t in trajectories]
-    kept_tokens = KeptTokens.joined(sets)
-    return kept_tokens.table(kept_tokens.width)
-
-
 def _loss_mask(trajectories: Sequence[Trajectory], _: int) -> NumpyArray:
     return np.ones(sum(t.num_sampled_tokens for t in trajectories), dtype=np.bool_)
 
@@ -172,8 +163,9 @@ class TokenFields(TokenEstimates[Array]):
     behavior_logprobs: Array = field(metadata=_column(np.float32, _behavior_logprobs))
     lags: Array = field(metadata=_column(np.int32, token_lags))
     # [tokens, largest set]: ids plus 1 of the tokens that the target was drawn from, then zeros. A
-    # row of zeros stands for all tokens. None if no token of the step has such a set.
-    kept_ids: Array | None = field(default=None, metadata=_column(np.int32, _kept_ids))
+    # row of zeros stands for all tokens. None if no token of the step has such a set, and in a
+    # training sequence, whose `kept_sets` take a fraction of the memory.
+    kept_ids: Array | None = field(default=None, metadata=_column(np.int32))
     # [tokens, layers, experts per token]: the experts of the token itself, not of the token that it
     # predicts. None if no experts are known.
     expert_ids: Array | None = field(
@@ -299,12 +291,39 @@ def image_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> npt.N
     return positions
 
 
+@dataclass(frozen=True)
+class KeptSets:
+    """The kept tokens of a sequence, packed until a micro batch needs them."""
+
+    trajectory: Trajectory
+    # The sequence's tokens in the trajectory.
+    tokens: slice
+
+    def table(self, start: int, end: int) -> npt.NDArray[np.int32]:
+        """Returns the rows of `kept_ids` of positions `start` to `end`, as wide as they need."""
+        trajectory = self.trajectory
+        is_sampled = trajectory.sampled_mask()
+        # The last position predicts nothing.
+        first = self.tokens.start + start + 1
+        last = min(self.tokens.start + end + 1, self.tokens.stop)
+        has_set = is_sampled[first:last]
+        first_sampled = int(np.count_nonzero(is_sampled[:first]))
+        num_sets = int(np.count_nonzero(has_set))
+        sets = KeptTokens.unpacked(trajectory.kept_tokens, trajectory.num_sampled_tokens)
+        own_sets = sets.cut(first_sampled, first_sampled + num_sets)
+        rows = np.zeros((end - start, own_sets.width), dtype=np.int32)
+        rows[: last - first][has_set] = own_sets.table(own_sets.width)
+        return rows
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingSequence(TokenFields[NumpyArray]):
     """A sequence to train, with its token fields; the last position predicts nothing."""
 
     # Weight of the sequence's tokens in the loss.
     loss_weight: float = 1.0
+    # None if no token of the step has a set of kept tokens.
+    kept_sets: KeptSets | None = None
     images: tuple[SequenceImage, ...] = ()
 
     @classmethod
@@ -326,7 +345,8 @@ class TrainingSequence(TokenFields[NumpyArray]):
         all have the temperature of the batch. `processor` computes the pixels of images, if the
         model takes any. `with_experts` adds the recorded experts. The sequences are views of arrays
         for the whole batch: many small arrays would cost more time than the training of short
-        sequences. Raises UntrainableBatch for a faulty image.
+        sequences. Kept tokens stay packed in their trajectories. Raises UntrainableBatch for a
+        faulty image.
         """
         if not trajectories:
             return []
@@ -370,6 +390,8 @@ class TrainingSequence(TokenFields[NumpyArray]):
                 None if t.routed_experts is None else t.routed_experts.expert_ids[tokens]
                 for t, tokens in parts
             ]
+        if any(trajectory.kept_tokens for trajectory in trajectories):
+            fields["kept_sets"] = [KeptSets(t, tokens) for t, tokens in parts]
         if processor is not None:
             fields["images"] = [images_of(t, tokens, processor) for t, tokens in parts]
         rows = zip(*fields.values(), strict=True)

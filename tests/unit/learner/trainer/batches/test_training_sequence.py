@@ -126,5 +126,5 @@ def test_a_dry_run_knows_the_bytes_of_a_token_in_a_rank():
     for trajectory in batch.trajectories:
         num_bytes += trajectory.token_ids.nbytes + trajectory.behavior_logprobs.nbytes
     num_tokens = sum(len(sequence) for sequence in sequences)
-    # Log-probabilities are of sampled tokens alone, so a prompt's tokens take less.
-    assert 0.85 * RANK_BYTES_PER_TOKEN <= num_bytes / num_tokens <= RANK_BYTES_PER_TOKEN
+    # Arrays alone are less than what was resident, and most of it.
+    assert 0.7 * RANK_BYTES_PER_TOKEN <= num_bytes / num_tokens <= RANK_BYTES_PER_TOKEN
