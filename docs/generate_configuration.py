@@ -119,8 +119,9 @@ weights:
 - `run.name`, a name of `environments`: model's folder and environments; the class in lower case.
 - `algorithm.group_size`: 8; 1 where `advantage` is score or none.
 - `algorithm.groups_per_step`: 128 episodes a step, 512 if P >= 1e9; a multiple of `mini_batches`.
-- `algorithm.max_staleness`, `learner.world_size`, `rollout_server.count`: 2, 1 and 1, or what the
-  plan for several GPUs says, which may also double or quadruple the episodes of a step.
+- `algorithm.max_staleness`, `learner.world_size`, `learner.parallel.tp`, `rollout_server.count`: 2,
+  and three times 1, or what the plan for several GPUs says, which may also double or quadruple the
+  episodes of a step.
 - `algorithm.learning_rate`: 1e-3 if P < 5e7, 1e-6 if P >= 1e9, else 1e-5; adapters: 10 times.
 - `algorithm.router_replay`: rollout for a mixture of experts where nothing excludes it.
 - `sampling.max_episode_tokens`: 4,096 or what replies need, at most the model's context.

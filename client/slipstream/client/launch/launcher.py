@@ -480,7 +480,7 @@ def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]
         misfit = [f"GPU memory: {line}" for line in gpu_obstacles(config, placement)]
         gpus += describe_sharing(config, placement)
         gpus += [f"weights travel by {transport}"] if transport else []
-        gpus += filter(None, [describe_plan(config)])
+        gpus += describe_plan(config)
     notes: list[str] = []
     models = {"The trainer's ranks:": config} | {
         f"The {name} in the same ranks:": role for name, role in role_settings(config).items()

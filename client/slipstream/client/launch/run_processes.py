@@ -263,8 +263,8 @@ class RunProcesses:
         if self._config.automatic:
             choices = describe_choices(self._config)
             self._display.tell(f"chosen for {self._config.model.path}: {choices}")
-        if reason := describe_plan(self._config):
-            self._display.tell(reason)
+        for line in describe_plan(self._config):
+            self._display.tell(line)
         for line in describe_sharing(self._config, self._placement):
             self._display.tell(line)
         for line in model_warnings(self._config):

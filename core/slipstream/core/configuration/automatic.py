@@ -17,16 +17,21 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel, JsonValue, ValidationError
 from slipstream.core.configuration.node_plan import (
+    Division,
     ModelSpeed,
     NodeGpus,
     NodePlan,
     divide_gpus,
     plan_node,
+    rank_state_bytes,
+    rates,
 )
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
+from slipstream.core.extension import unmet
 from slipstream.core.hub import COMMIT, DATA_PREFIX, HubFiles
 from slipstream.core.machine.files import read_regular
+from slipstream.core.models.model_rules import layout_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
 from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
@@ -51,7 +56,14 @@ LARGE_BATCH = 512
 # Bounds on the lag to choose from: a larger one feeds the trainer better and learns worse by reply.
 STALENESS_BOUNDS = (2, 4)
 # Settings that a run chooses for a machine's GPUs; a run that goes on keeps them on any machine.
-NODE_CHOICES = ("learner.world_size", "rollout_server.count", "algorithm.max_staleness")
+NODE_CHOICES = (
+    "learner.world_size",
+    "learner.parallel.tp",
+    "rollout_server.count",
+    "algorithm.max_staleness",
+)
+# Sizes of tensor parallelism to choose from.
+TENSOR_PARALLEL = (1, 2, 4, 8)
 # The choices that change most what a run learns, in this order, and how many of them are told.
 MATTERS_MOST = (
     "algorithm.learning_rate",
@@ -154,7 +166,6 @@ def _filled(
     model_bytes = parameters * (4 if tables.model.dtype == "float32" else 2)
     is_large = parameters >= LARGE
     algorithm = tables.algorithm
-    learner = tables.learner
 
     # Lengths.
     context = sizes.max_positions or EPISODE_TOKENS
@@ -176,6 +187,8 @@ def _filled(
         plan = _node_plan(tables, sizes, gpus, size, workers, longest_reply_tokens)
         if plan.world_size > 1 and not _divides(tables):
             choice("learner.world_size", plan.world_size)
+        if plan.tensor_parallel > 1 and not _divides(tables):
+            choice("learner.parallel.tp", plan.tensor_parallel)
         if plan.num_servers > 1 and not _divides(tables):
             choice("rollout_server.count", plan.num_servers)
         episodes = plan.episodes_per_step
@@ -191,11 +204,12 @@ def _filled(
         choice("algorithm.warmup_steps", recorded["algorithm.warmup_steps"])
 
     # The learner.
-    share = math.ceil(longest / learner.parallel.cp)
+    parallel = choice.applied().learner.parallel
+    share = math.ceil(longest / parallel.cp)
     packed = max(4096, share, min(2 * share, 8192))
     if is_for_gpus:
         kernels = 2 if sizes.experts else 1
-        layer = sizes.layer_parameters / learner.parallel.tp / kernels
+        layer = sizes.layer_parameters / parallel.tp / kernels
         tokens = 1 << math.ceil(math.log2(LAYER_WORK / max(layer, 1.0)))
         packed = max(packed, min(max(tokens, LEAST_PACKED), MOST_PACKED))
     choice("learner.micro_batch_tokens", packed + packed % 2)
@@ -271,9 +285,15 @@ def _node_plan(
 ) -> NodePlan:
     """Returns the plan for `gpus`; what the settings state is no choice of the plan's."""
     speed = ModelSpeed.of(sizes, workers=workers, longest_reply_tokens=longest_reply_tokens)
-    division = (tables.learner.world_size, tables.rollout_server.count)
+    division = _division(tables)
     if not _divides(tables):
-        division = divide_gpus(gpus, sizes, speed, workers=workers)
+        division = divide_gpus(
+            gpus,
+            sizes,
+            speed,
+            workers=workers,
+            tensor_parallel=_tensor_parallel(tables, sizes),
+        )
     batches: tuple[int, ...] = (LARGE_BATCH,)
     if "groups_per_step" in tables.algorithm.model_fields_set:
         batches = (tables.algorithm.groups_per_step * group_size,)
@@ -292,29 +312,69 @@ def _node_plan(
     )
 
 
-def describe_plan(tables: Tables) -> str:
-    """Returns why a run chose its batch and bound for its GPUs, in a line, or "" if it did not."""
+def _division(tables: Tables) -> Division:
+    """Returns how the settings divide GPUs."""
+    return Division(
+        world_size=tables.learner.world_size,
+        tensor_parallel=tables.learner.parallel.tp,
+        num_servers=tables.rollout_server.count,
+    )
+
+
+def _tensor_parallel(tables: Tables, sizes: ModelSizes) -> tuple[int, ...]:
+    """Returns the sizes of tensor parallelism that model and options allow."""
+    allowed = []
+    before = {*unmet(tables)}
+    for tp in TENSOR_PARALLEL:
+        parallel = tables.learner.parallel.model_copy(update={"tp": tp})
+        changes = {"parallel": parallel, "world_size": tp}
+        learner = tables.learner.model_copy(update=changes)
+        changed = tables.model_copy(update={"learner": learner})
+        refusals = [*layout_problems(sizes, parallel, learner.transformer)]
+        if not refusals and before.issuperset(unmet(changed)):
+            allowed.append(tp)
+    return tuple(allowed)
+
+
+def describe_plan(tables: Tables) -> list[str]:
+    """Returns a line for each choice of a run for its GPUs, with the reason; [] if it made none."""
     if "algorithm.max_staleness" not in tables.automatic:
-        return ""
+        return []
     sizes = read_model_sizes(tables.model.path)
     algorithm = tables.algorithm
     reply_tokens = tables.sampling.max_reply_tokens
     workers = tables.rollout_server.tensor_parallel_size
     speed = ModelSpeed.of(sizes, workers=workers, longest_reply_tokens=reply_tokens)
+    division = _division(tables)
     plan = NodePlan(
-        world_size=tables.learner.world_size,
-        num_servers=tables.rollout_server.count,
+        world_size=division.world_size,
+        num_servers=division.num_servers,
         episodes_per_step=algorithm.groups_per_step * algorithm.group_size,
         max_staleness=algorithm.max_staleness,
+        tensor_parallel=division.tensor_parallel,
     )
-    ranks = f"{plan.world_size} trainer rank{'s' * (plan.world_size > 1)}"
-    servers = f"{plan.num_servers} server{'s' * (plan.num_servers > 1)}"
-    return (
-        f"{ranks} and {servers}, {plan.episodes_per_step} episodes a step and max_staleness "
-        f"{plan.max_staleness} are chosen for these GPUs and replies of up to {reply_tokens:,} "
-        "tokens; by the speed of H200s the trainer would wait for replies for "
-        f"{speed.wait_share(plan, reply_tokens):.0%} of a step"
+    lines = []
+    if "learner.world_size" in tables.automatic:
+        tp = division.tensor_parallel
+        state = rank_state_bytes(sizes, division.world_size, tp) / 1e9
+        lines.append(
+            f"learner.world_size {division.world_size}, tp {tp} and dp "
+            f"{division.world_size // tp}: the smallest tp with room for a rank's state, "
+            f"{state:,.1f} GB of {sizes.parameters / 1e9:,.1f} billion parameters"
+        )
+    if not {"learner.world_size", "rollout_server.count"}.isdisjoint(tables.automatic):
+        trained, sampled = rates(division, speed)
+        lines.append(
+            f"rollout_server.count {division.num_servers}, tensor_parallel_size {workers}: the "
+            f"division of these GPUs with most tokens; ranks would train {trained:,.0f} and "
+            f"servers sample {sampled:,.0f} a second, by the speed of H200s"
+        )
+    lines.append(
+        f"{plan.episodes_per_step} episodes a step and max_staleness {plan.max_staleness}: by the "
+        f"speed of H200s, with replies of up to {reply_tokens:,} tokens, the trainer would wait "
+        f"for replies for {speed.wait_share(plan, reply_tokens):.0%} of a step"
     )
+    return lines
 
 
 def describe_choices(tables: Tables) -> str:

@@ -25,8 +25,8 @@ RUNNING_EPISODES = 512
 # before a run.
 MEAN_SHARE = 1 / 3
 PROMPT_TOKENS = 128
-# Bytes of a parameter in 16 bits: weight and gradient on each rank, and the optimizer's state with
-# its master weight, which data parallel ranks divide.
+# Bytes of a parameter in 16 bits: weight and gradient on each replica, and the optimizer's state
+# with its master weight, which data parallel ranks divide.
 RANK_BYTES = 2 + 4
 DIVIDED_BYTES = 12
 # Largest share of a GPU for these; activations and logits have the rest.
@@ -47,13 +47,24 @@ class NodeGpus:
 
 
 @dataclass(frozen=True)
+class Division:
+    """How the GPUs of a machine are divided between learner and rollout servers."""
+
+    world_size: int = 1
+    # Ranks that share each matrix of the model.
+    tensor_parallel: int = 1
+    num_servers: int = 1
+
+
+@dataclass(frozen=True)
 class NodePlan:
-    """The division of a machine between learner and rollout servers, with batch and bound."""
+    """The division of a machine, with batch and bound."""
 
     world_size: int
     num_servers: int
     episodes_per_step: int
     max_staleness: int
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -102,30 +113,45 @@ class ModelSpeed:
 
 
 def divide_gpus(
-    gpus: NodeGpus, sizes: ModelSizes, speed: ModelSpeed, *, workers: int
-) -> tuple[int, int]:
-    """Returns the numbers of data parallel ranks and of rollout servers that are fastest together.
+    gpus: NodeGpus,
+    sizes: ModelSizes,
+    speed: ModelSpeed,
+    *,
+    workers: int,
+    tensor_parallel: tuple[int, ...] = (1,),
+) -> Division:
+    """Returns the numbers of ranks and of rollout servers that are fastest together.
 
-    A server has `workers` GPUs. Returns (1, 1) where no division leaves each rank room for its
-    state: such a model needs tensor, pipeline or expert parallel ranks, which a user chooses.
+    A server has `workers` GPUs. `tensor_parallel` are the sizes that the model allows, smallest
+    first: the first is taken with which ranks have room for their state, since ranks that share a
+    matrix exchange tokens. Returns `Division()` where none leaves them room: such a model needs
+    more GPUs, or pipeline or expert parallel ranks, which a user chooses.
     """
+    for tp in tensor_parallel:
+        divisions = [
+            Division(
+                world_size=world_size,
+                tensor_parallel=tp,
+                num_servers=(gpus.count - world_size) // workers,
+            )
+            for world_size in range(tp, gpus.count - workers + 1, tp)
+            if rank_state_bytes(sizes, world_size, tp) <= STATE_SHARE * gpus.memory_bytes
+        ]
+        if divisions:
+            return max(divisions, key=lambda division: min(rates(division, speed)))
+    return Division()
+
+
+def rates(division: Division, speed: ModelSpeed) -> tuple[float, float]:
+    """Returns the tokens a second that busy ranks train and that busy servers sample."""
     engine_token_s = speed.sampled_token_s + speed.engine_step_s / RUNNING_EPISODES
-
-    def tokens_per_s(division: tuple[int, int]) -> float:
-        num_ranks, num_servers = division
-        return min(num_ranks / speed.trained_token_s, num_servers / engine_token_s)
-
-    divisions = [
-        (num_ranks, (gpus.count - num_ranks) // workers)
-        for num_ranks in range(1, gpus.count - workers + 1)
-        if _rank_state_bytes(sizes, num_ranks) <= STATE_SHARE * gpus.memory_bytes
-    ]
-    return max(divisions, key=tokens_per_s, default=(1, 1))
+    trained = division.world_size / speed.trained_token_s
+    return trained, division.num_servers / engine_token_s
 
 
 def plan_node(
     *,
-    division: tuple[int, int],
+    division: Division,
     speed: ModelSpeed,
     longest_reply_tokens: int,
     episodes_per_step: tuple[int, ...],
@@ -137,11 +163,19 @@ def plan_node(
     that is stated is the only one. The bound is raised before the batch, since a larger batch costs
     replies.
     """
-    world_size, num_servers = division
     largest_bound = max_staleness[-1]
     pairs = [(episodes_per_step[0], bound) for bound in max_staleness]
     pairs += [(episodes, largest_bound) for episodes in episodes_per_step[1:]]
-    plans = [NodePlan(world_size, num_servers, episodes, bound) for episodes, bound in pairs]
+    plans = [
+        NodePlan(
+            world_size=division.world_size,
+            num_servers=division.num_servers,
+            episodes_per_step=episodes,
+            max_staleness=bound,
+            tensor_parallel=division.tensor_parallel,
+        )
+        for episodes, bound in pairs
+    ]
     best_tokens_per_s = max(speed.tokens_per_s(plan, longest_reply_tokens) for plan in plans)
     for plan in plans:
         is_fed = speed.wait_share(plan, longest_reply_tokens) <= TOLERABLE_WAIT
@@ -151,5 +185,7 @@ def plan_node(
     raise AssertionError("the fastest plan is as fast as itself")
 
 
-def _rank_state_bytes(sizes: ModelSizes, num_ranks: int) -> float:
-    return sizes.parameters * (RANK_BYTES + DIVIDED_BYTES / num_ranks)
+def rank_state_bytes(sizes: ModelSizes, world_size: int, tensor_parallel: int) -> float:
+    """Returns the bytes of a rank's weights, gradients and optimizer state."""
+    replicas = world_size // tensor_parallel
+    return sizes.parameters / tensor_parallel * (RANK_BYTES + DIVIDED_BYTES / replicas)

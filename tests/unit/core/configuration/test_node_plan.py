@@ -9,11 +9,13 @@ from slipstream.client.launch.placement import FURTHER_EPISODES
 from slipstream.core.configuration.automatic import completed, describe_plan
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.node_plan import (
+    Division,
     ModelSpeed,
     NodeGpus,
     NodePlan,
     divide_gpus,
     plan_node,
+    rank_state_bytes,
 )
 from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import Config
@@ -62,6 +64,7 @@ def divided(config: Config) -> NodePlan:
         num_servers=config.rollout_server.count,
         episodes_per_step=algorithm.groups_per_step * algorithm.group_size,
         max_staleness=algorithm.max_staleness,
+        tensor_parallel=config.learner.parallel.tp,
     )
 
 
@@ -82,7 +85,7 @@ def test_a_step_takes_as_long_as_the_slower_of_training_and_generation() -> None
 def test_a_bound_is_raised_before_a_batch_and_neither_without_need() -> None:
     def chosen(longest_reply_tokens: int) -> tuple[int, int]:
         plan = plan_node(
-            division=(1, 1),
+            division=Division(),
             speed=SPEED,
             longest_reply_tokens=longest_reply_tokens,
             episodes_per_step=(128, 256),
@@ -129,13 +132,54 @@ def test_each_rank_has_room_for_its_share_of_the_state() -> None:
     sizes = ModelSizes.of(QWEN_8B)
     speed = ModelSpeed.of(sizes, workers=1, longest_reply_tokens=1024)
     for memory_bytes in (100e9, 150e9):
-        num_ranks, num_servers = divide_gpus(
-            NodeGpus(8, int(memory_bytes)), sizes, speed, workers=2
-        )
-        assert sizes.parameters * (6 + 12 / num_ranks) <= 0.7 * memory_bytes
-        assert num_ranks + 2 * num_servers <= 8
+        division = divide_gpus(NodeGpus(8, int(memory_bytes)), sizes, speed, workers=2)
+        assert sizes.parameters * (6 + 12 / division.world_size) <= 0.7 * memory_bytes
+        assert division.world_size + 2 * division.num_servers <= 8
     # Four ranks need 9 bytes a parameter, which 60 GB do not have: a user divides such a model.
-    assert divide_gpus(NodeGpus(4, int(60e9)), sizes, speed, workers=1) == (1, 1)
+    assert divide_gpus(NodeGpus(4, int(60e9)), sizes, speed, workers=1) == Division()
+
+
+def test_ranks_share_matrices_where_replicas_have_no_room(tmp_path: Path) -> None:
+    # Seven replicas of 8 billion parameters need 7.7 bytes a parameter, 63 GB; pairs with two
+    # replicas need 6 bytes of half of them.
+    small = NodeGpus(8, 85_900_000_000)
+    config = config_for(tmp_path, small, QWEN_8B)
+    assert divided(config) == NodePlan(6, 2, 512, 4, tensor_parallel=2)
+    sizes = ModelSizes.of(QWEN_8B)
+    state_bytes = rank_state_bytes(sizes, 6, 2)
+    assert state_bytes == sizes.parameters / 2 * (6 + 12 / 3)
+    assert state_bytes <= 0.7 * small.memory_bytes
+    assert sizes.parameters * (6 + 12 / 7) > 0.7 * small.memory_bytes
+
+
+def test_only_sizes_that_model_and_options_allow_are_taken(tmp_path: Path) -> None:
+    small = NodeGpus(8, 85_900_000_000)
+    # Three heads of keys and values cannot be divided.
+    odd = QWEN_8B | {
+        "num_attention_heads": 33,
+        "num_key_value_heads": 3,
+    }
+    assert divided(config_for(tmp_path, small, odd)).tensor_parallel == 1
+    learner = {
+        "parallel": {"tp": 4},
+        "world_size": 4,
+    }
+    stated = config_for(
+        tmp_path,
+        small,
+        QWEN_8B,
+        learner=learner,
+    )
+    assert divided(stated).tensor_parallel == 4
+    assert "learner.parallel.tp" not in stated.automatic
+    # Bits of learner and engine agree on one rank alone.
+    bits = config_for(
+        tmp_path,
+        small,
+        QWEN_8B,
+        algorithm={"agreement": "bits"},
+    )
+    assert divided(bits).tensor_parallel == 1
 
 
 def test_plans_are_for_16_bits_dense_models_and_whole_runs_on_gpus(tmp_path: Path) -> None:
@@ -171,14 +215,21 @@ def test_a_run_that_goes_on_keeps_its_plan_on_another_machine(tmp_path: Path) ->
     assert divided(config_for(tmp_path, NodeGpus(8, H200_BYTES))) == divided(unplanned)
 
 
-def test_the_reason_of_a_plan_is_told(tmp_path: Path) -> None:
-    assert describe_plan(config_for(tmp_path, None)) == ""
-    line = describe_plan(config_for(tmp_path, NodeGpus(2, H200_BYTES)))
-    assert line == (
-        "1 trainer rank and 1 server, 256 episodes a step and max_staleness 4 are chosen for these "
-        "GPUs and replies of up to 1,024 tokens; by the speed of H200s the trainer would wait for "
-        "replies for 48% of a step"
+def test_each_choice_of_a_plan_is_told_with_its_reason(tmp_path: Path) -> None:
+    assert describe_plan(config_for(tmp_path, None)) == []
+    (of_step,) = describe_plan(config_for(tmp_path, NodeGpus(2, H200_BYTES)))
+    assert of_step == (
+        "256 episodes a step and max_staleness 4: by the speed of H200s, with replies of up to "
+        "1,024 tokens, the trainer would wait for replies for 48% of a step"
     )
+    small = NodeGpus(8, 85_900_000_000)
+    ranks, servers, _ = describe_plan(config_for(tmp_path, small, QWEN_8B))
+    assert ranks == (
+        "learner.world_size 6, tp 2 and dp 3: the smallest tp with room for a rank's state, "
+        "41.0 GB of 8.2 billion parameters"
+    )
+    assert servers.startswith("rollout_server.count 2, tensor_parallel_size 1: the division of ")
+    assert " ranks would train 48," in servers
 
 
 def test_a_plan_leaves_the_second_server_room_beside_the_first(tmp_path: Path) -> None:
