@@ -560,3 +560,26 @@ class Segment:
 # Segments of one bundle; a parent comes before its children, so that the segments of each sequence
 # are in order.
 Bundle = list[Segment]
+
+
+def kept_ids_of(
+    sequences: Sequence[TrainingSequence],
+    segments: Sequence[Segment],
+    lengths: npt.NDArray[np.int64],
+) -> npt.NDArray[np.int32]:
+    """Returns the field `kept_ids` of a micro batch; `lengths` are those of padded segments."""
+    tables = []
+    for segment, length in zip(segments, lengths, strict=True):
+        table = np.zeros((length, 0), dtype=np.int32)
+        # Filler has no sequence.
+        if len(segment):
+            kept_sets = sequences[segment.index].kept_sets
+            assert kept_sets is not None, "all sequences of a step have a field, or none"
+            table = kept_sets.table(segment.start, segment.end)
+        tables.append(table)
+    width = max(table.shape[1] for table in tables)
+    padded = [
+        np.pad(table, ((0, length - len(table)), (0, width - table.shape[1])))
+        for table, length in zip(tables, lengths, strict=True)
+    ]
+    return np.concatenate(padded)

@@ -32,6 +32,7 @@ from slipstream.learner.trainer.batches.training_sequence import (
     Segment,
     SequenceColumn,
     TrainingSequence,
+    kept_ids_of,
     share_of_rank,
     to_device,
     zigzag,
@@ -506,29 +507,6 @@ def build_tree_micro_batch(
     return dataclasses.replace(packed, paths=Paths.of(places, bounds[-1]))
 
 
-def _kept_ids(
-    sequences: Sequence[TrainingSequence],
-    segments: Sequence[Segment],
-    lengths: npt.NDArray[np.int64],
-) -> npt.NDArray[np.int32]:
-    """Returns the field `kept_ids` of a micro batch; `lengths` are those of padded segments."""
-    tables = []
-    for segment, length in zip(segments, lengths, strict=True):
-        table = np.zeros((length, 0), dtype=np.int32)
-        # Filler has no sequence.
-        if len(segment):
-            kept_sets = sequences[segment.index].kept_sets
-            assert kept_sets is not None, "all sequences of a step have a field, or none"
-            table = kept_sets.table(segment.start, segment.end)
-        tables.append(table)
-    width = max(table.shape[1] for table in tables)
-    padded = [
-        np.pad(table, ((0, length - len(table)), (0, width - table.shape[1])))
-        for table, length in zip(tables, lengths, strict=True)
-    ]
-    return np.concatenate(padded)
-
-
 def build_micro_batch(
     sequences: Sequence[TrainingSequence],
     segments: Sequence[Segment],
@@ -580,7 +558,7 @@ def build_micro_batch(
     images = [part.images for part in parts]
     fields: dict[str, Any] = {}
     if sequences and sequences[0].kept_sets is not None:
-        fields["kept_ids"] = torch.from_numpy(_kept_ids(sequences, segments, lengths))
+        fields["kept_ids"] = torch.from_numpy(kept_ids_of(sequences, segments, lengths))
     for name, column in TOKEN_FIELDS.items():
         arrays = [getattr(part, name) for part in parts]
         if any(array is not None for array in arrays):
