@@ -395,6 +395,14 @@ def _add_requests(commands: argparse._SubParsersAction[_Parser]) -> None:
     status = commands.add_parser("status", help="what a run is doing")
     status.add_argument("--json", action="store_true", help="everything, for programs")
     status.add_argument("--server-id", help="print nothing; exit code 1 unless this server works")
+    status.add_argument(
+        "--if",
+        dest="changes",
+        nargs="+",
+        default=[],
+        metavar="section.key=value",
+        help="what RUN would do with these settings, by what its files have measured",
+    )
     _add_connection(status, "status")
 
     drain = commands.add_parser("drain", help="let one rollout server leave a run in order")

@@ -68,7 +68,14 @@ async def submit(arguments: argparse.Namespace) -> int:
 
 
 async def status(arguments: argparse.Namespace) -> int:
-    """Prints the status; for a server's id raises RunFailed if that server does not work."""
+    """Prints the status; for a server's id raises RunFailed if that server does not work.
+
+    With other settings prints what the run would do, by its files alone.
+    """
+    if arguments.changes:
+        from slipstream.client.launch.rollouts import predict
+
+        return await predict(arguments)
     async with connect(arguments) as client:
         run = await client.status()
     if arguments.server_id is not None:

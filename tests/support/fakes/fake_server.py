@@ -50,6 +50,8 @@ class FakeServer:
 
     # Those of its calls.
     credentials = OPEN
+    # The time in the engine that its trajectories tell.
+    generation_s = 0.0
 
     def __init__(
         self,
@@ -341,6 +343,7 @@ class FakeServer:
             group_id=GroupId(lease.group_id),
             member=member,
             attempt=attempt,
+            generation_s=self.generation_s,
             server_id=ServerId(self.name),
             server_epoch=self.epoch,
             environment=lease.environment,

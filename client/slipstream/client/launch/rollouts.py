@@ -1,4 +1,4 @@
-"""Carries out `slipstream export`: a checkpoint, rollouts as a data set, or metrics."""
+"""Carries out what extensions make of a run's folder: `slipstream export`, and predictions."""
 
 import argparse
 from collections.abc import Sequence
@@ -53,6 +53,23 @@ async def _export_metrics(arguments: argparse.Namespace) -> int:
     run_folder.make_folder(out.absolute().parent if is_table else out)
     texts = [f"--folder={folder}", f"--tracker={tracker}", f"--out={out}"]
     return await _run_export("export-metrics", texts, log_path(folder, "metrics"))
+
+
+async def predict(arguments: argparse.Namespace) -> int:
+    """Runs `slipstream status RUN --if`; raises ConfigError without a run's folder."""
+    for option, value in (
+        ("--json", arguments.json),
+        ("--server-id", arguments.server_id),
+        ("--controller", arguments.controller),
+    ):
+        if value:
+            raise ConfigError(f"--if reads the files of a run: leave {option} out")
+    if arguments.run is None:
+        raise ConfigError("--if reads the files of a run: name its folder, or its name in runs/")
+    folder = run_folder.named_folder(arguments.run)
+    run_folder.settings_of(folder)
+    texts = [f"--folder={folder}", *arguments.changes]
+    return await _run_export("predict", texts, log_path(folder, "predict"))
 
 
 async def _run_export(command: str, texts: Sequence[str], log: Path) -> int:

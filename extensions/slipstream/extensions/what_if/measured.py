@@ -175,7 +175,9 @@ def by_length(generation: Sequence[tuple[int, float]]) -> float:
     """Returns the pace of the shorter half of the replies, by that of the longer half."""
     ordered = sorted(generation)
     middle = len(ordered) // 2
-    return pace(ordered[:middle]) / pace(ordered[middle:])
+    shorter = ordered[:middle]
+    longer = ordered[middle:]
+    return pace(shorter) / pace(longer)
 
 
 def find_speed(measured: Measured, fleet: Fleet, *, num_steps: int) -> EngineSpeed:

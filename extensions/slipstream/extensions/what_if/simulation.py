@@ -28,6 +28,7 @@ from slipstream.core.types import (
 )
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
+from slipstream.learner.controller.leasing.shares import Mixture
 from slipstream.learner.controller.servers.session import ServerKey
 
 # What the lease book looks at of an ended episode.
@@ -241,9 +242,11 @@ class Simulation:
             return
         self._may_form = False
         step = self._book.step
-        batch = self._book.take_batch()
-        if batch is None:
+        # With one environment shares choose the earliest groups and wait for none.
+        choice = self._book.choose_batch(Mixture())
+        if choice is None:
             return
+        batch = self._book.take_batch(choice)
         self._may_lease = True
         for group in batch:
             for reply in self._tokens_of.pop(group.group_id):
