@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from statistics import fmean
 
-from slipstream.client.audit import MOST_TURNS, OWN, PLAIN, Played, PlayedEpisode, PlayedReply
+from slipstream.client.audit import MOST_TURNS
 from slipstream.client.audit_data import of, quoted, surprises
+from slipstream.client.audit_plays import OWN, PLAIN, Played, PlayedEpisode, PlayedReply
 from slipstream.client.conversion import MAX_ANSWER_BYTES
 from slipstream.client.terminal import aligned, counted
 from slipstream.core.types import FULL_REWARD, kept_metrics

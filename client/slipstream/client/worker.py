@@ -187,8 +187,9 @@ class _Check:
             self.fail(loading.failure.message)
         if options.no_play:
             return f"environment {options.check} is loaded: {loading.loaded.digest}"
-        from slipstream.client.audit import Audit, EpisodeLimits
+        from slipstream.client.audit import Audit
         from slipstream.client.audit_data import key_of
+        from slipstream.client.audit_plays import EpisodeLimits
         from slipstream.client.audit_report import findings, headline, slowness, table
 
         loaded = loading.loaded

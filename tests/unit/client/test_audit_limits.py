@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 from slipstream.client import AgentEnvironment, Environment, ResetResult, StepResult
-from slipstream.client.audit import Audit, EpisodeLimits
+from slipstream.client.audit import Audit
+from slipstream.client.audit_plays import EpisodeLimits
 from slipstream.client.audit_report import AuditFinding, findings
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.v1 import environment_pb2 as pb

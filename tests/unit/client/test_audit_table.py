@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from slipstream.client.audit import Audit, EpisodeLimits, Played, PlayedEpisode, PlayedReply
+from slipstream.client.audit import Audit
 from slipstream.client.audit_data import key_of, shared_questions
+from slipstream.client.audit_plays import EpisodeLimits, Played, PlayedEpisode, PlayedReply
 from slipstream.client.audit_report import AuditFinding, findings, slowness, table
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.environments.questions import MathJudge

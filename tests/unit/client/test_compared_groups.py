@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from slipstream.client.audit import Audit, EpisodeLimits, Played, PlayedReply
+from slipstream.client.audit import Audit
+from slipstream.client.audit_plays import EpisodeLimits, Played, PlayedReply
 from slipstream.client.audit_report import findings
 from slipstream.client.conversion import group_verdict
 from slipstream.client.environment import Environment, FinishedEpisode, GroupReward, StepResult

@@ -27,7 +27,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import NamedTuple
 
-from slipstream.client.audit import EpisodeLimits
+from slipstream.client.audit_plays import EpisodeLimits
 from slipstream.client.launch.findings import Finding, Scene, problem
 from slipstream.client.launch.remembered import REMEMBERED_S, Remembered, key_of
 from slipstream.client.run_folder import make_folder, make_run_folder
