@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 from pathlib import Path
 
@@ -66,7 +67,16 @@ def test_the_table_has_pairs_of_every_kind_and_verdict() -> None:
         ("(2, 5)", "", "list"),
         ("9.8 m/s^2", "", "quantity"),
         ("2, 3", "", "list"),
+        ("R U R'", "", "codes"),
+        ("c a b", "", "codes"),
+        ("a b c", "", "expression"),
+        ("a b c", "Sort the letters c, a and b.", "codes"),
+        ("2 x y", "", "expression"),
         ("XI", "", "word"),
+        ("0b1011", "", "word"),
+        ("192.168.0.1", "", "word"),
+        ("3-1", "", "word"),
+        ("1h30m", "", "quantity"),
         ("0xff", "", "word"),
         ("x^2 + 1", "", "expression"),
         ("7!", "", "expression"),
@@ -75,6 +85,53 @@ def test_the_table_has_pairs_of_every_kind_and_verdict() -> None:
 )
 def test_the_right_answer_decides_its_kind(answer: str, question: str, kind: str) -> None:
     assert kinds.kind_of(answer, question) == kind
+
+
+WORDS = (
+    "LXIV listen AUG 0b1011 0o17 0x1F 1a2b 2b1a 2A3B B7 A1:B2 v1.2.3 192.168.0.1 3-1-2 555-0123"
+    " Cmaj7 Qxf7 Fe2O3 C6H12O6 2024-W05 ACGTTG"
+)
+ROWS = (
+    "e4 e5|R U R' U'|R U2 R'|C G Am F|A T G C|t e a|x1 y1|A4 B2|3R 2L|1 0 1 1|3 1 2|1101 0010"
+    "|0b11 0b01|L R R L|N E S W|C# E G#|B 12|1st 2nd|101 202"
+)
+
+
+@pytest.mark.parametrize("answer", [*WORDS.split(), *ROWS.split("|")])
+def test_no_other_order_of_letters_and_digits_is_a_code(answer: str) -> None:
+    assert kinds.judge(answer, f"The answer is {answer}.").right
+    orders = set()
+    for first, second in itertools.combinations(range(len(answer)), 2):
+        characters = [*answer]
+        characters[first] = answer[second]
+        characters[second] = answer[first]
+        orders.add("".join(characters))
+    words = answer.split()
+    orders |= {" ".join(order) for order in itertools.permutations(words)}
+    same = _compared(answer)
+    others = [order for order in orders if _compared(order) != same]
+    assert others
+    assert [order for order in others if kinds.judge(answer, order).right] == []
+
+
+def _compared(code: str) -> str:
+    """Returns what two ways to write one code have in common."""
+    return code.replace(" ", "").casefold()
+
+
+@pytest.mark.parametrize(
+    ("question", "is_right"),
+    [
+        ("Rank A, B and C from the smallest.", False),
+        ("List them in ascending order.", False),
+        ("In what order do they arrive?", False),
+        ("Which of them hold, in any order?", True),
+        ("", True),
+    ],
+)
+def test_a_list_has_an_order_where_the_question_asks_for_one(question: str, is_right: bool) -> None:
+    assert kinds.judge("B, A, C", "B, A and C", question).right
+    assert kinds.judge("B, A, C", "A, B, C", question).right == is_right
 
 
 @pytest.mark.parametrize(

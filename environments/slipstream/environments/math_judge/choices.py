@@ -48,17 +48,24 @@ _CHANGED = re.compile(
     r"\b(?:no|wait|actually|sorry|correction|rather),?\s+(?:it(?:'s| is)\s+)?\(?([A-Z])\b",
     re.IGNORECASE,
 )
+_HEDGE = re.compile(r"\b(?:perhaps|maybe|possibly)\b", re.IGNORECASE)
 _NEGATION = re.compile(
     r"\b(?:would|do|does|did|could|can|should) ?n[o']t\b|\bcan(?:not|'t)\b|\bnot\b", re.IGNORECASE
+)
+
+
+_WORDS_OF_REASON = frozenset(
+    ["Because", "Since", "As", "Correct", "Right", "This", "That", "It", "Final", "True", "Yes"]
 )
 
 
 class Choice:
     """One letter, and the value that it stands for if the answer has one."""
 
-    def __init__(self, letter: str, value: RightAnswer | None = None) -> None:
+    def __init__(self, letter: str, value: RightAnswer | None = None, value_text: str = "") -> None:
         self._letter = letter
         self._value = value
+        self._value_text = value_text
 
     @classmethod
     def read(
@@ -71,7 +78,8 @@ class Choice:
         match = _LETTER_AND_VALUE.fullmatch(text)
         if match is None:
             return None
-        return cls(match[1] or match[2], read(match[3].strip(), question))
+        value_text = match[3].strip()
+        return cls(match[1] or match[2], read(value_text, question), value_text)
 
     def agrees(self, phrase: str) -> bool | None:
         text = plain_words(re.sub(r"\\(?:[ ,;:!~]|q?quad\b)", " ", phrase))
@@ -86,15 +94,25 @@ class Choice:
         """Whether what stands behind the letter is no other value than that of the answer."""
         match = _BEGINS.fullmatch(bare(text)) or _BEGINS.fullmatch(text)
         behind = "" if match is None else match[4].strip()
-        if self._value is None or not re.fullmatch(r"[-\d$].*", behind):
+        if self._value is None:
+            return True
+        if not re.fullmatch(r"[-\d$].*", behind) and not self._is_other_name(behind):
             return True
         return self._value.agrees(behind) is not False
+
+    def _is_other_name(self, behind: str) -> bool:
+        """Whether words behind the letter are as short a name as the answer's, and none of it."""
+        words = re.findall(r"\w+", behind)
+        right_words = {word.casefold() for word in re.findall(r"\w+", self._value_text)}
+        is_name = bool(words) and words[0][0].isupper() and words[0] not in _WORDS_OF_REASON
+        shares_words = not right_words.isdisjoint(word.casefold() for word in words)
+        return is_name and len(words) <= len(right_words) and not shares_words
 
 
 def chosen_letter(text: str) -> str | None:
     """Returns the letter that a text chooses, "" if it names several, None without one."""
     short = bare(without_aside(text))
-    small = re.fullmatch(r"(?:(?:option|choice|answer)\s+)?(?:\(([a-j])\)|([a-j]))", short)
+    small = re.fullmatch(r"(?:(?:option|choice|answer)\s+)?(?:\(([a-j])\)|([a-j])\)?)", short)
     if small is not None:
         return (small[1] or small[2]).upper()
     begins = _BEGINS.fullmatch(short)
@@ -113,6 +131,8 @@ def chosen_letter(text: str) -> str | None:
             # "B. Vitamin C" chooses B.
             is_plural = re.match(r"\W*(?:and|or|then|no|wait|actually)\b", begins[4])
             return "" if is_plural else letter
+    if _HEDGE.search(short) is not None and _letters(short):
+        return ""
     changed = _CHANGED.search(short)
     if changed is not None and _letters(short):
         return changed[1].upper()
@@ -120,10 +140,12 @@ def chosen_letter(text: str) -> str | None:
         return alone[1]
     choices = {match[1] for match in _CHOSEN.finditer(short)}
     choices |= {match[1] for match in _IS_CORRECT.finditer(short)}
-    if re.search(r"\b(?:or|between|and)\s+\W?[A-Z]\b", short) and len(choices) == 1:
+    if re.search(r"\b(?:or|between|and)\s+(?:\w+ )?\W?[A-Z]\b", short) and len(choices) == 1:
         (letter,) = choices
         letters_named = {*_letters(_IS_WRONG.sub(" ", short))}
-        joined = re.search(rf"\b{letter}\W* (?:or|and)\b|\b(?:or|and) \W?{letter}\b", short)
+        joined = re.search(
+            rf"\b{letter}\W* (?:or|and)\b|\b(?:or|and) (?:\w+ )?\W?{letter}\b", short
+        )
         last = re.search(rf"{_WORDS_OF_CHOICE}\W+{letter}\W*$", short)
         if joined is not None and last is None and len(letters_named) > 1:
             return ""

@@ -25,6 +25,8 @@ _GOES_ON = re.compile(r"\\[lcd]?dots\b|\\dots[cbmio]\b|…|\.\.\.")
 _BASE = re.compile(r"[0-9A-Fa-f]+_\{?(?:\\text\{\w+\}|\w+)\}?")
 # The name of what an equation defines: y = ..., f(x) = ...
 _DEFINED = re.compile(r"^\s*([A-Za-z]\w*)(?:\([a-z]\))?\s*=")
+# A matrix as programs write it: [[1, 2], [3, 4]].
+_ROWS = re.compile(r"\[\s*\[[^\[\]]*\](?:\s*,\s*\[[^\[\]]*\])*\s*\]")
 _NATURAL_LOG = re.compile(r"\\log(?!\s*_)")
 
 
@@ -142,6 +144,8 @@ class Expression:
             return None
         if self._is_text or is_bound(text, self._text):
             return False
+        if "matrix}" in self._text and _ROWS.fullmatch(formula):
+            formula = _matrix(formula)
         if _BASE.fullmatch(formula):
             return False
         right = self._text
@@ -178,6 +182,12 @@ def _same(right: str, formula: str) -> bool | None:
         return result
     value = value_of(formula)
     return None if value is None else _is_value(right, value)
+
+
+def _matrix(rows: str) -> str:
+    """Returns a matrix of rows in brackets as LaTeX writes it."""
+    cells = [row.replace(",", " & ") for row in re.findall(r"\[([^\[\]]*)\]", rows)]
+    return r"\begin{pmatrix}" + r" \\ ".join(cells) + r"\end{pmatrix}"
 
 
 def _is_value(right: str, number: Fraction) -> bool:

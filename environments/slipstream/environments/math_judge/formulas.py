@@ -214,6 +214,11 @@ def _is_product(word: str) -> bool:
     return _PRODUCT.fullmatch(word) is not None and word not in _SHORT_WORDS
 
 
+def is_function(word: str) -> bool:
+    """Whether a word is the name of a function or a number: sin, log, pi."""
+    return word.lower() in _FUNCTION_NAMES
+
+
 def last_formula(phrase: str) -> str:
     """Returns the last formula of a phrase, between dollars or not, or ""."""
     text = without_aside(phrase).strip()

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from slipstream.environments.math_judge.choices import Choice
+from slipstream.environments.math_judge.codes import Codes
 from slipstream.environments.math_judge.dates import Date, Ratio, Time
 from slipstream.environments.math_judge.expressions import Expression
 from slipstream.environments.math_judge.formulas import has_words, plain_words
@@ -93,7 +94,11 @@ KINDS = (
     ),
     AnswerKind(
         name="list",
-        read=lambda case: Several.read(case.text, right_answer),
+        read=lambda case: Several.read(case.text, case.question, right_answer),
+    ),
+    AnswerKind(
+        name="codes",
+        read=lambda case: Codes.read(case.text, case.question),
     ),
     AnswerKind(
         name="word",

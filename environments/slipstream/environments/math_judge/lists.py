@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeAlias
 
 from slipstream.environments.answers import bare
 from slipstream.environments.math_judge.formulas import plain_words
-from slipstream.environments.math_judge.phrases import core, endings, without_aside
+from slipstream.environments.math_judge.phrases import asks_order, core, endings, without_aside
 from slipstream.environments.math_judge.verdict import RightAnswer
 
 ReadAnswer: TypeAlias = Callable[[str, str], RightAnswer]
@@ -217,14 +217,15 @@ def _split(text: str) -> list[str]:
 class Several:
     """Several values: a list, a set, a point or a vector."""
 
-    def __init__(self, parts: _Parts, read: ReadAnswer) -> None:
+    def __init__(self, parts: _Parts, read: ReadAnswer, *, has_order: bool) -> None:
         self._parts = parts
+        self._has_order = has_order
         self._answers = [read(text, "") for text in parts.texts]
 
     @classmethod
-    def read(cls, text: str, read: ReadAnswer) -> "Several | None":
+    def read(cls, text: str, question: str, read: ReadAnswer) -> "Several | None":
         parts = parts_of(text)
-        return None if parts is None else cls(parts, read)
+        return None if parts is None else cls(parts, read, has_order=asks_order(question))
 
     def agrees(self, phrase: str) -> bool | None:
         readable = False
@@ -251,7 +252,7 @@ class Several:
                 for name, answer in zip(right.names, self._answers, strict=True)
             )
         is_ordered = right.form in (*_ORDERED, "point") and parts.form not in ("set", "either")
-        if is_ordered:
+        if is_ordered or (self._has_order and right.form == "several"):
             return all(
                 answer.agrees(text) is True
                 for answer, text in zip(self._answers, parts.texts, strict=True)

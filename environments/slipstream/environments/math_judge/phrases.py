@@ -12,6 +12,8 @@ _ASIDE = re.compile(
     r"|\s*\((?:check|verification|note|proof)\b[^()]*\)"
     r"|(?<!\s),?\s*+不是[^.]*$"
     r"|(?<!\s),?\s*+\bnot\b[^.]*?\bbut\b"
+    r"|\b(?:(?:definitely|certainly|clearly) )?(?:not|neither) [^.;,]{1,40}[;,]\s+"
+    r"(?=(?:it|that)(?:'s| is)\b)"
     r"|(?<!\s)(?<!\bis)(?<!\bare)(?<!\bwas)(?<!\bbe)(?<!\bdo)(?<!\bdoes)(?<!\bdid)(?<!\bcan)"
     r",?\s++\(?(?:and |but )?not\b.*$"
     r"|(?<!\s),?\s++\(?(?:(?:and |but )?(?:rather than|instead of)|because|since|whereas"
@@ -41,7 +43,8 @@ _ENDS_WITH = re.compile(
     r"(?:(?!\b(?:not|no|never|nobody|if|whether|or)\b|n't)[^.!?\n])*"
     r"\b(?:is|are|was|were|equals?|becomes?|be|called|named|spells|reads|gives?|yields?|says?"
     r"|prints?|outputs?|returns?|shows?|displays?|forms?|lautet|totals?"
-    r"|get|obtain|have|to|ist|est|es|é|è)"
+    r"|get|obtain|have|to|ist|est|es|é|è"
+    r"|(?:falls?|fell|lands?|happens?|occurs?) (?:on|in))"
     r"(?: (?:therefore|thus|then|simply|just|exactly|indeed|written|spelled|denoted|called|named"
     r"|given by|equal to|as))*+"
     r"(?: that)?:? ",
@@ -62,11 +65,13 @@ _NO_ANSWER = re.compile(
 # Words before a number that make it a bound, a guess or no answer.
 _BOUND = re.compile(
     r"\b(?:not|at least|at most|(?:less|more|fewer|greater|larger|smaller|higher|lower) than"
-    r"|between|maybe|perhaps|possibly|probably not|never|cannot|(?:could|might|may) (?:also )?be"
+    r"|between|neither|nor|maybe|perhaps|possibly|probably not|never|cannot"
+    r"|(?:could|might|may) (?:also )?be"
     r"|(?:min|max)imum of|anything but|no (?:more|less|fewer) than|exceeds?"
     r"|nicht|no es|pas|não|не)\b|不[是为]"
     r"|\bis (?:wrong|incorrect|false)\b"
-    r"|n't (?=[-\d])|(?<!\d )\b(?:over|under|up to|nearly|almost) -?[\d.,%]+\Z|\d\+\s*\Z"
+    r"|n't (?:(?:be|equal(?: to)?|have been) )?(?=[-\d])"
+    r"|(?<!\d )\b(?:over|under|up to|nearly|almost) -?[\d.,%]+\Z|\d\+\s*\Z"
     r"|\d or (?:more|less|fewer|so)\b|\d (?:or )?(?:below|above)\b|\b(?:below|above) -?\d",
     re.IGNORECASE,
 )
@@ -74,6 +79,20 @@ _EITHER = re.compile(r"\d\S{0,40}(?: \S{1,20})? or \S{0,40}\d")
 _OR = re.compile(
     r"(?<!\()\bor\b(?! (?:equivalently|simply|in other words|about|approximately|rather))"
 )
+# Questions whose lists have an order.
+_ASKS_ORDER = re.compile(
+    r"\b(?:in (?:the |an? )?(?!any\b)(?:\w+ )?(?:order|sequence)\b"
+    r"|(?:as|de)scending|sort(?:ed)?\b|rank|arrange\b|chronological|permutation"
+    r"|from (?:the )?(?:smallest|largest|least|greatest|lowest"
+    r"|highest|first|earliest|oldest|youngest|left)\b)",
+    re.IGNORECASE,
+)
+_ANY_ORDER = re.compile(r"\bany order\b|\border (?:does not|doesn't) matter\b", re.IGNORECASE)
+
+
+def asks_order(question: str) -> bool:
+    """Whether a question asks for its values in a certain order."""
+    return _ASKS_ORDER.search(question) is not None and not _ANY_ORDER.search(question)
 
 
 def core(phrase: str) -> str:

@@ -40,6 +40,12 @@ _PARTIAL = re.compile(
     r"|\\(?:cdot|times)\b) *+\d(?!0? *\^)"
     r"|\\sqrt *\d|\d +\+ +\d"
 )
+# Codes that begin as a quantity does: 0b1011, 2b1a, 2024-W05, 2H+. "10m2" and "1h30m" are none.
+_CODE = re.compile(
+    r"0[bBoO]\d+|\d+[A-Za-z]*[+-]|\d+-?[A-Za-z]+\d{2,}\w*"
+    r"|(?!\d+h\d+m)\d+[A-Za-z]+\d+[A-Za-z]\w*"
+)
+_DECIMAL_COMMA = re.compile(r"(?<![\d,])(\d+),(\d{1,2})(?=\s*[A-Za-z°%\\])")
 _CLOCK = re.compile(r"(\d+):([0-5]\d)(?::([0-5]\d))?")
 _SKIPPED = re.compile(
     r"\s*(?:(?:full"
@@ -110,7 +116,7 @@ class Quantity:
     @classmethod
     def read(cls, text: str, question: str) -> "Quantity | None":
         short = plain_unit(core(text))
-        if re.search(r"[=<>,;]|\bor\b", short) or _PARTIAL.search(short):
+        if re.search(r"[=<>,;]|\bor\b", short) or _PARTIAL.search(short) or _CODE.fullmatch(short):
             return None
         match = _VALUE.match(short)
         if match is None:
@@ -135,6 +141,7 @@ class Quantity:
         text = without_aside(phrase)
         if is_bound(core(text), self._text):
             return False
+        text = _DECIMAL_COMMA.sub(r"\1.\2", text)
         text = re.sub(
             r"\((?:about|approximately"
             r"|≈|roughly|or)[^()]*\)",

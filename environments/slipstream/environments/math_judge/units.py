@@ -250,6 +250,8 @@ def _exact(name: str) -> Unit | None:
 def plain_unit(text: str) -> str:
     r"""Returns a text in which units are letters: "\text{ cm}^{2}" is " cm^2"."""
     text = text.replace("$", "")
+    # Behind hours, m stands for minutes: 1h30m.
+    text = re.sub(r"(?<=\d) ?(?:h|hrs?) ?(\d+) ?(?:m|mins?)\b", r" h \1 min", text)
     text = re.sub(r"\^\s*\{\s*(-?\d)\s*\}", r"^\1", text)
     text = re.sub(r"\\(?:text|mathrm|mbox|operatorname|textrm|mathit)\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"\{?\\rm\b\s*|\\(?:,|;|:|!| )|~", " ", text)

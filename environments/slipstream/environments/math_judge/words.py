@@ -27,13 +27,17 @@ _QUOTED = re.compile(
     r"[\"“«]([^\"”»]{1,60})[\"”»]"
     r"|(?<![A-Za-z])'([^']{1,60})'(?![A-Za-z])"
 )
-_DENIED = re.compile(
+DENIED = re.compile(
     r"\b(?:not|never"
     r"|neither|nor"
     r"|no longer|isn't"
     r"|wasn't)\b|n't\b",
     re.IGNORECASE,
 )
+# Numbers of programs: 0xff, 0b1011, 0o17.
+_PREFIXED = re.compile(r"0[xX][0-9a-fA-F]+|0[bB][01]+|0[oO][0-7]+")
+# Addresses, versions, scores and cells: 192.168.0.1, v1.2.3, 3-1, 12-34-56, A1:B2.
+_PARTS_OF_CODE = re.compile(r"v?\d+(?:\.\d+){2,}|\d+(?:-\d+)+|[A-Z]+\d+(?::[A-Z]+\d+)+")
 _CHEMISTRY = re.compile(r"\\ce\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _ARROW = re.compile(
     r"\\(?:longrightarrow"
@@ -159,7 +163,7 @@ class Word:
     @classmethod
     def read(cls, text: str) -> "Word | None":
         short = spelled(text)
-        if re.fullmatch(r"0[xX][0-9a-fA-F]+", short):
+        if _PREFIXED.fullmatch(short) or _PARTS_OF_CODE.fullmatch(bare(text)):
             return cls(text)
         # Substances with groups, such as Ca(OH)2.
         if re.fullmatch(
@@ -184,7 +188,7 @@ class Word:
 
     def agrees(self, phrase: str) -> bool | None:
         text = without_aside(phrase)
-        if _DENIED.search(text):
+        if DENIED.search(text):
             return False
         candidates = [spelled(ending) for ending in endings(core(text))]
         if (subject := _IS_THE.match(core(text))) is not None:
@@ -204,7 +208,7 @@ class Word:
             return True
         right = self._text
         letters = re.sub(r"[^A-Za-z]", "", right)
-        if re.fullmatch(r"0[xX][0-9a-fA-F]+", right):
+        if _PREFIXED.fullmatch(right):
             return text.casefold() == right.casefold()
         if _letters_joined(text) == right and re.fullmatch(r"[A-J]+", right):
             return True
@@ -273,7 +277,7 @@ class Text:
         quoted = [first or second for first, second in _QUOTED.findall(phrase)]
         if self._text in (*candidates, *map(_folded, quoted[-1:])):
             return True
-        is_denied = _DENIED.search(phrase) is not None and _DENIED.search(self._text) is None
+        is_denied = DENIED.search(phrase) is not None and DENIED.search(self._text) is None
         return False if is_denied or is_bound(text, self._text) else None
 
 
