@@ -1,5 +1,8 @@
 """Settings that users bring along from other trainers and from earlier releases."""
 
+import tomllib
+from pathlib import Path
+
 import pytest
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.configuration.foreign_names import EARLIER_RELEASE, explain, foreign_names
@@ -108,6 +111,27 @@ TYPED = {
     "gradient_checkpointing": "memory decides",
     "use_remove_padding": "always packed",
 }
+
+
+SCRIPTS = tomllib.loads(
+    (Path(__file__).parents[3] / "data" / "foreign_scripts.toml").read_text(encoding="utf-8")
+)
+# Trainers whose scripts also have settings of another table.
+WIDER = {"TRL": ("AsyncGRPOConfig",), "Unsloth": ("TRL",)}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "script"),
+    [(trainer, script) for trainer, scripts in SCRIPTS.items() for script in scripts],
+)
+def test_every_setting_of_a_published_script_has_a_row(trainer: str, script: str) -> None:
+    tables = {trainer, *WIDER.get(trainer, ())}
+    known = {
+        row.name.lstrip("-").replace("-", "_") for row in foreign_names() if row.trainer in tables
+    }
+    names = SCRIPTS[trainer][script]
+    missing = [name for name in names if name.lstrip("-").replace("-", "_") not in known]
+    assert missing == []
 
 
 @pytest.mark.parametrize(("typed", "setting"), TYPED.items())
