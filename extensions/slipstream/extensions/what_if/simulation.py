@@ -31,7 +31,7 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.shares import Mixture
 from slipstream.learner.controller.servers.session import ServerKey
 
-# What the lease book looks at of an ended episode.
+# An ended episode for the lease book; each copy has its own group, member and server.
 ENDED = Trajectory(
     run_id="",
     group_id=GroupId(""),
@@ -281,10 +281,10 @@ class Simulation:
             if engine.resting:
                 until_s = min(until_s, engine.resting[0][0])
             if engine.running:
-                left = engine.running[0][0] - engine.progress
+                tokens_left = engine.running[0][0] - engine.progress
                 decoding_s = self._speed.decoding_s(len(engine.running))
                 started_s = max(self._now_s, self._paused_until_s)
-                until_s = min(until_s, started_s + left * decoding_s)
+                until_s = min(until_s, started_s + tokens_left * decoding_s)
         assert until_s < math.inf, "nothing runs, and the trainer waits"
         passed_s = until_s - self._now_s
         decoded_s = max(0.0, until_s - max(self._now_s, self._paused_until_s))
