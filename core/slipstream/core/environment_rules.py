@@ -26,6 +26,8 @@ class EnvironmentRules:
     temperature: float | None = None
     # The run's algorithm with the estimator of its advantages; None: it has none of its own.
     algorithm: AlgorithmSection | None = None
+    # The run's algorithm with the loss of its tokens; None: it has none of its own.
+    objective: AlgorithmSection | None = None
 
 
 # The rules of an environment that has none of its own.
@@ -64,6 +66,18 @@ def kl_coefficient_of(
     """Returns the factor of an environment's divergence; `rules` are those of the settings."""
     own_coefficient = rules.get(environment, PLAIN).kl_coefficient
     return config.algorithm.kl.coefficient if own_coefficient is None else own_coefficient
+
+
+def objectives_of(config: Tables) -> dict[str, AlgorithmSection]:
+    """Returns the algorithms whose losses a step trains: the run's by "", and others by name.
+
+    Environments without a loss of their own are not among the names.
+    """
+    objectives = {"": config.algorithm}
+    for name, rules in environment_rules(config).items():
+        if rules.objective is not None:
+            objectives[name] = rules.objective
+    return objectives
 
 
 def temperatures_of(config: Tables) -> dict[str, float]:

@@ -170,11 +170,28 @@ BY_ENVIRONMENT = {
                     "loss_weight": 2.5,
                     "temperature": 1.3,
                     "advantage": "reinforce_pp",
+                    "loss": "cispo",
+                    "loss_args": {"clip_low": 0.01, "clip_high": 0.02},
                 },
             },
         },
     },
     "algorithm": {"groups_per_step": 4, "mini_batches": 2, "aggregation": "sequence_mean"},
+}
+
+# A loss that asks for numbers of all its tokens, beside one that has a mean of each sequence.
+OWN_LOSSES = {
+    "extensions": {
+        "by_environment": {
+            "environments": {
+                OTHER: {
+                    "loss": "gspo",
+                    "loss_args": {"clip_low": 3e-4, "clip_high": 4e-4},
+                },
+            },
+        },
+    },
+    "algorithm": TOP_ENTROPY_LOSS | {"groups_per_step": 4},
 }
 
 DIVERGENT = {
@@ -218,6 +235,7 @@ WORDS = {
     "top-entropy": {"algorithm": TOP_ENTROPY_LOSS},
     "divergent": DIVERGENT,
     "by-environment": BY_ENVIRONMENT,
+    "own-losses": OWN_LOSSES,
     "replay": {"algorithm": REPLAY},
     "forward-top-k": {"algorithm": FORWARD},
     "reverse-top-k": {"algorithm": REVERSE},
@@ -264,7 +282,8 @@ LONG = """
     one-trees-top-entropy
     dp2-by-environment pp2-vpp2-by-environment one-trees-by-environment cp2-trees-by-environment
     one-by-environment-cut-split cp2-by-environment-cut-split tp2-sp-by-environment-cut-split
-    one-by-environment-trees-shared one-divergent cp2-divergent
+    one-by-environment-trees-shared one-own-losses cp2-own-losses dp2-own-losses
+    pp2-vpp2-own-losses tp2-sp-trees-own-losses one-trees-own-losses one-divergent cp2-divergent
     one-trees-divergent tp2-sp-trees-divergent
     one-trees-split one-trees-shared-split cp2-trees-split tp2-sp-offload-split
     one-replay-split-moe ep2-cp2-replay-split-moe dp2-distopt-split one-cut-split tp2-sp-cut-split

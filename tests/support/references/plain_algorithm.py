@@ -158,7 +158,8 @@ def conversation_of(
     reward -= penalty(max(whole.run_lengths[1::2], default=0), limit, **algorithm.reward_args)
     entry = own_table(config, whole.environment)
     if entry:
-        changes: dict[str, Any] = {name: entry[name] for name in ("advantage",) if name in entry}
+        own_functions = ("advantage", "loss", "loss_args")
+        changes: dict[str, Any] = {name: entry[name] for name in own_functions if name in entry}
         if "kl_coefficient" in entry:
             coefficient = {"coefficient": entry["kl_coefficient"]}
             changes["kl"] = algorithm.kl.model_copy(update=coefficient)

@@ -233,9 +233,13 @@ class PlainPolicy:
         }
         algorithm = self.config.algorithm
         if algorithm.loss == TOP_ENTROPY:
-            of_trained = {place: predictions[place] for place in trained}
-            masks = has_high_entropy(of_trained, algorithm.loss_args["share"])
-            trained = {place: losses * masks[place] for place, losses in trained.items()}
+            of_loss = {
+                place: predictions[place]
+                for place in trained
+                if members[place].algorithm.loss == TOP_ENTROPY
+            }
+            for place, mask in has_high_entropy(of_loss, algorithm.loss_args["share"]).items():
+                trained[place] = trained[place] * mask
         for place, losses in trained.items():
             episode = members[place].episode
             entry = own_table(self.config, episode.environment)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from slipstream.core.environment_rules import objectives_of
 from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
@@ -191,7 +192,8 @@ class TableTraining:
     def _train(self, batch: Batch) -> tuple[dict[str, float], dict[TrajectoryId, float]]:
         config = self._config
         algorithm = config.algorithm
-        columns = step_columns(algorithm, has_reference=config.needs_reference)
+        objectives = [*objectives_of(config).values()]
+        columns = step_columns(*objectives, has_reference=config.needs_reference)
         statistics = StepStatistics(algorithm.epochs, columns)
         estimates = [self._estimates(trajectory) for trajectory in batch.trajectories]
         sequences = training_sequences(batch, config, estimates)
@@ -211,7 +213,7 @@ class TableTraining:
                     entropy,
                     old_logprobs,
                     micro_batch,
-                    algorithm,
+                    objectives,
                     columns,
                     step=batch.step,
                     group=None,

@@ -1,4 +1,4 @@
-"""Environments have a weight, a temperature, an estimator and a divergence of their own."""
+"""Environments have a weight, a temperature, an estimator and a loss of their own."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ EXTENSION = Extension(
         "environments.*.loss_weight",
         "environments.*.advantage",
         "environments.*.advantage_args",
+        "environments.*.loss",
+        "environments.*.loss_args",
         "environments.*.kl_coefficient",
     ),
 )

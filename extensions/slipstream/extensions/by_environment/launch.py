@@ -1,7 +1,8 @@
-"""Tells before a run which names of the table no environment of the settings has."""
+"""Tells before a run what of the table has no effect, and what it leaves uncorrected."""
 
 from slipstream.client.launch.check import Check, Stage
 from slipstream.client.launch.findings import CONTROLLER, Finding, Scene, advice
+from slipstream.core.environment_rules import objectives_of
 from slipstream.extensions.by_environment.settings import section_of, setting_of
 
 
@@ -18,6 +19,21 @@ def check_names(scene: Scene) -> Finding | None:
     return None
 
 
+def check_staleness(scene: Scene) -> Finding | None:
+    """Looks for a loss of an environment that leaves the lag of its tokens uncorrected."""
+    config = scene.config
+    is_cut = bool(config.sampling.cuts) and not config.replays_sampling
+    known_warning = config.algorithm.staleness_warning(is_cut=is_cut)
+    for name, algorithm in objectives_of(config).items():
+        warning = algorithm.staleness_warning(is_cut=is_cut)
+        if name and warning is not None and warning != known_warning:
+            return advice(
+                f"{setting_of(name)}: {warning}",
+                "or take the loss of the environment out",
+            )
+    return None
+
+
 CHECKS = (
     Check(
         "by environment",
@@ -25,5 +41,12 @@ CHECKS = (
         CONTROLLER,
         check_names,
         after="algorithm",
+    ),
+    Check(
+        "losses by environment",
+        Stage.SETTINGS,
+        CONTROLLER,
+        check_staleness,
+        after="by environment",
     ),
 )

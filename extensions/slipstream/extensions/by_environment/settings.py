@@ -13,7 +13,8 @@ from slipstream.core.settings.tables import Tables
 
 NAME = "by_environment"
 # Settings of an entry that are settings of `algorithm`, too.
-OF_ALGORITHM = frozenset({"advantage", "advantage_args"})
+OF_ESTIMATOR = frozenset({"advantage", "advantage_args"})
+OF_OBJECTIVE = frozenset({"loss", "loss_args"})
 
 
 class EnvironmentEntry(Section):
@@ -27,6 +28,10 @@ class EnvironmentEntry(Section):
     advantage: str | None = None
     # Its arguments; those of the run's estimator if `advantage` is left out.
     advantage_args: Arguments = {}
+    # Built-in objective of a token, in place of `algorithm.loss`.
+    loss: str | None = None
+    # Arguments of the loss, such as the clip range; for the run's loss if `loss` is left out.
+    loss_args: Arguments = {}
     # Factor of the divergence from the reference model, in place of `algorithm.kl.coefficient`.
     kl_coefficient: float | None = Field(None, ge=0, allow_inf_nan=False)
 
@@ -52,24 +57,32 @@ def rules_of(config: Tables) -> dict[str, EnvironmentRules]:
     rules: dict[str, EnvironmentRules] = {}
     for name, entry in section_of(config).environments.items():
         algorithm = None
-        if entry.model_fields_set & OF_ALGORITHM:
+        if entry.model_fields_set & OF_ESTIMATOR:
             algorithm = _algorithm(config, entry)
+        objective = None
+        if entry.model_fields_set & OF_OBJECTIVE:
+            objective = _algorithm(config, entry)
         rules[name] = EnvironmentRules(
             loss_weight=entry.loss_weight,
             kl_coefficient=entry.kl_coefficient,
             temperature=entry.temperature,
             algorithm=algorithm,
+            objective=objective,
         )
     return rules
 
 
 def _algorithm(config: Tables, entry: EnvironmentEntry) -> AlgorithmSection:
-    """Returns the run's algorithm with the entry's estimator; raises ValidationError."""
+    """Returns the run's algorithm with the entry's functions; raises ValidationError."""
     table = config.algorithm.model_dump(exclude_unset=True)
     if entry.advantage is not None:
         table["advantage"] = entry.advantage
-    if entry.model_fields_set & OF_ALGORITHM:
+    if entry.model_fields_set & OF_ESTIMATOR:
         table["advantage_args"] = entry.advantage_args
+    if entry.loss is not None:
+        table["loss"] = entry.loss
+    if entry.model_fields_set & OF_OBJECTIVE:
+        table["loss_args"] = entry.loss_args
     if entry.kl_coefficient is not None:
         table["kl"] = {**table.get("kl", {}), "coefficient": entry.kl_coefficient}
     return AlgorithmSection.model_validate(table)
@@ -99,11 +112,13 @@ def problems(config: Tables) -> Iterator[str]:
                 f"{setting}.kl_coefficient needs algorithm.kl.coefficient > 0: without it a run "
                 f"has no divergence, got {entry.kl_coefficient:g}"
             )
-        problems_of_estimator: list[str] = []
-        if entry.model_fields_set & OF_ALGORITHM:
-            problems_of_estimator = [*_estimator_problems(config, setting, entry)]
-        yield from problems_of_estimator
-        if not problems_of_estimator:
+        problems_of_functions: list[str] = []
+        if entry.model_fields_set & OF_ESTIMATOR:
+            problems_of_functions += _estimator_problems(config, setting, entry)
+        if entry.model_fields_set & OF_OBJECTIVE:
+            problems_of_functions += _objective_problems(config, setting, entry)
+        yield from problems_of_functions
+        if not problems_of_functions:
             yield from _algorithm_problems(config, setting, entry)
 
 
@@ -144,6 +159,15 @@ def _estimator_problems(config: Tables, setting: str, entry: EnvironmentEntry) -
         )
 
 
+def _objective_problems(config: Tables, setting: str, entry: EnvironmentEntry) -> Iterator[str]:
+    loss = entry.loss or config.algorithm.loss
+    if is_own(loss):
+        yield (
+            f"{setting}.loss must be a built-in loss, got {loss!r}: a function of your own in "
+            "algorithm.loss gets the tokens of all environments"
+        )
+
+
 def _algorithm_problems(config: Tables, setting: str, entry: EnvironmentEntry) -> Iterator[str]:
     try:
         algorithm = _algorithm(config, entry)
@@ -155,3 +179,16 @@ def _algorithm_problems(config: Tables, setting: str, entry: EnvironmentEntry) -
     estimator = algorithm.estimator
     if entry.advantage is not None and estimator is not None and estimator.critic == "needed":
         yield f"{setting}.advantage = {algorithm.advantage!r} needs a critic, which it excludes"
+    if config.sampling.cuts and not config.replays_sampling:
+        new_ratios = algorithm.behavior_ratios.keys() - config.algorithm.behavior_ratios.keys()
+        for ratio in sorted(new_ratios):
+            yield (
+                f"{setting}: {ratio} would compare unlike probabilities where "
+                f"{' and '.join(config.sampling.cuts)} leave out tokens and no cut is replayed"
+            )
+    computes_in_fp8 = config.rollout_server.computes_in_fp8 or config.learner.computes_in_fp8
+    if computes_in_fp8 and config.algorithm.corrects and not algorithm.corrects:
+        yield (
+            f"{setting}.loss_args.ratio must be 'behavior' in FP8, where algorithm.weight = 'none' "
+            "corrects nothing, got 'proximal'"
+        )

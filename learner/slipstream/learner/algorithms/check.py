@@ -9,6 +9,7 @@ import importlib.util
 import sys
 
 from slipstream.core.configuration.config_file import run_check
+from slipstream.core.environment_rules import objectives_of
 from slipstream.core.errors import WARNING, ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FUNCTIONS_OF_TOKENS
@@ -25,7 +26,7 @@ def check_functions(config: Config) -> None:
 
     load_functions(config)
     has_reference = config.needs_reference
-    step_columns(config.algorithm, has_reference=has_reference)
+    step_columns(*objectives_of(config).values(), has_reference=has_reference)
     weight = config.algorithm.weight
     loss = function_of(config.algorithm, "loss")
     known = {"has_reference": has_reference, "has_versions": config.algorithm.reads_versions}

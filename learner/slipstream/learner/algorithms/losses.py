@@ -369,39 +369,52 @@ def token_weights(function: Function, tokens: LossInputs, where: str) -> TokenWe
     return replace(attached, weights=attached.weights.detach())
 
 
-def step_columns(algorithm: AlgorithmSection, *, has_reference: bool) -> list[Column]:
+def step_columns(
+    algorithm: AlgorithmSection,
+    *others: AlgorithmSection,
+    has_reference: bool,
+) -> list[Column]:
     """Returns the columns of all reports and of the faults of users' own functions, sorted.
 
-    Each function is called with three tokens to learn its reports. Raises RunFailed if a function
-    is faulty.
+    `others` are algorithms whose losses some environments have in place of the run's. Each function
+    is called with three tokens to learn its reports. Raises RunFailed if a function is faulty.
     """
     has_versions = algorithm.reads_versions
     tokens = _three_tokens(has_reference=has_reference, has_versions=has_versions)
     where = "three tokens"
     weight = function_of(algorithm, "weight")
-    loss = function_of(algorithm, "loss")
-    weights = token_weights(weight, tokens, where)
-    terms = token_terms(loss, tokens, where)
-    columns: set[Column] = set()
-    for name in weights.reports.keys() | terms.reports.keys():
-        columns.add(Column.of_report(name))
-    for function in (weight, loss):
+    functions = [weight]
+    names = {*token_weights(weight, tokens, where).reports}
+    for objective in (algorithm, *others):
+        loss = function_of(objective, "loss")
+        functions.append(loss)
+        names.update(token_terms(loss, tokens, where).reports)
+    columns = {Column.of_report(name) for name in names}
+    for function in functions:
         if function.is_own:
             columns.add(Column(str(function), Reduce.FAULTS))
     return sorted(columns, key=lambda column: column.name)
 
 
-def asks_for_batch(algorithm: AlgorithmSection, *, has_reference: bool) -> bool:
-    """Whether the loss or the weight asks for numbers of the whole mini-batch.
+def asks_for_batch(
+    algorithm: AlgorithmSection,
+    *others: AlgorithmSection,
+    has_reference: bool,
+) -> bool:
+    """Whether a loss or the weight asks for numbers of the whole mini-batch.
 
-    Each is called with three tokens. Raises RunFailed if a function is faulty.
+    `others` are as in `step_columns`. Each function is called with three tokens. Raises RunFailed
+    if a function is faulty.
     """
     has_versions = algorithm.reads_versions
-    loss_tokens = _three_tokens(has_reference=has_reference, has_versions=has_versions)
-    token_terms(function_of(algorithm, "loss"), loss_tokens, "three tokens")
     weight_tokens = _three_tokens(has_reference=has_reference, has_versions=has_versions)
     token_weights(function_of(algorithm, "weight"), weight_tokens, "three tokens")
-    return bool(loss_tokens.batch.asked or weight_tokens.batch.asked)
+    num_asked = len(weight_tokens.batch.asked)
+    for objective in (algorithm, *others):
+        loss_tokens = _three_tokens(has_reference=has_reference, has_versions=has_versions)
+        token_terms(function_of(objective, "loss"), loss_tokens, "three tokens")
+        num_asked += len(loss_tokens.batch.asked)
+    return num_asked > 0
 
 
 def reads_behavior(function: Function, *, has_reference: bool, has_versions: bool = False) -> bool:

@@ -18,6 +18,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from slipstream.core.environment_rules import objectives_of
 from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
@@ -26,16 +27,18 @@ from slipstream.learner.algorithms.columns import UpdateMetrics
 from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.losses import asks_for_batch, step_columns
 from slipstream.learner.trainer.algorithms.loss import (
-    NO_NUMBERS,
-    BatchNumbers,
     ModelEstimates,
     Reports,
     StepStatistics,
     TokenLoss,
-    batch_numbers,
     mean_advantages,
     policy_loss,
     training_sequences,
+)
+from slipstream.learner.trainer.algorithms.loss_inputs import (
+    NO_NUMBERS,
+    BatchNumbers,
+    batch_numbers,
 )
 from slipstream.learner.trainer.algorithms.loss_weights import weighted
 from slipstream.learner.trainer.batches.batch import (
@@ -79,8 +82,10 @@ class TrainingStep:
         self._config = config
         load_functions(config)
         has_reference = config.needs_reference
-        self._columns = step_columns(config.algorithm, has_reference=has_reference)
-        self._asks_for_batch = asks_for_batch(config.algorithm, has_reference=has_reference)
+        objectives = [*objectives_of(config).values()]
+        self._objectives = objectives
+        self._columns = step_columns(*objectives, has_reference=has_reference)
+        self._asks_for_batch = asks_for_batch(*objectives, has_reference=has_reference)
         self.stages = StageTimes()
         # Number of weight updates of the newest `run`, and of its forward and backward passes over
         # a mini-batch: after an overflow in float16 a pass is made again.
@@ -234,7 +239,7 @@ class TrainingStep:
                 outputs,
                 old,
                 share,
-                algorithm,
+                self._objectives,
                 step=step,
                 cp_group=policy.ranks.cp_group,
                 group=policy.ranks.token_group,
@@ -248,7 +253,7 @@ class TrainingStep:
                 entropy,
                 old[place] if old else None,
                 micro_batch,
-                algorithm,
+                self._objectives,
                 self._columns,
                 step=step,
                 group=policy.ranks.cp_group,

@@ -5,26 +5,38 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+import torch
 from slipstream.client.launch.findings import Scene
 from slipstream.core.configuration.replayed_settings import places_and_training
 from slipstream.core.environment_rules import (
     algorithm_of,
     environment_rules,
+    objectives_of,
     sampling_temperatures,
 )
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ReferenceLogprobs
-from slipstream.extensions.by_environment.launch import check_names
-from slipstream.learner.trainer.algorithms.loss import ModelEstimates, training_sequences
+from slipstream.extensions.by_environment.launch import check_names, check_staleness
+from slipstream.learner.algorithms.columns import OF_ALL_STEPS
+from slipstream.learner.algorithms.losses import step_columns
+from slipstream.learner.trainer.algorithms.loss import (
+    ModelEstimates,
+    TokenLoss,
+    policy_loss,
+    training_sequences,
+)
+from slipstream.learner.trainer.algorithms.loss_inputs import batch_numbers
 from slipstream.learner.trainer.algorithms.loss_weights import weighted
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.fake_controller import make_batch
+from support.fakes.packed import packed
 from support.fakes.small_configs import small_config
 
 # The rewards of the four groups.
 REWARDS = "0 1 2  5 5 8  1 0 0  3 1 4"
 OWN = "support.fakes.own_grpo:advantage"
+OWN_LOSS = "support.fakes.own_grpo:loss"
 
 
 # Settings of a table, by name.
@@ -166,6 +178,127 @@ def test_a_divergence_in_the_reward_costs_an_environment_by_its_own_factor(
         assert sequence.advantages[sequence.loss_mask] == pytest.approx(score, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.parametrize("run_loss", ["ppo", "deploy.algorithms.top_entropy:loss"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"loss_args": {"clip_low": 0.02, "clip_high": 0.05}},
+        {"loss": "gspo", "loss_args": {"clip_low": 0.01}},
+        {"loss": "cispo", "loss_args": {"clip_high": 0.1}},
+        {"loss": "reinforce"},
+    ],
+)
+def test_the_loss_of_a_mixed_batch_is_the_sum_of_its_environments_losses(
+    entry: Values, run_loss: str
+) -> None:
+    """In float64, each environment as a batch of its own under its own algorithm."""
+    if "loss" not in entry and run_loss != "ppo":
+        entry = {**entry, "loss": "ppo"}
+    batch = mixed_batch()
+    batch_of_a = only(batch, "a")
+    batch_of_b = only(batch, "b")
+    algorithm = {"loss": run_loss, "advantage": "score"}
+    own_algorithm = {"advantage": "score", "loss": "ppo", **entry}
+    mixed_loss, mixed_gradient = trained(batch, config_of(algorithm, b=entry))
+    loss_of_a, gradient_of_a = trained(batch_of_a, config_of(algorithm))
+    loss_of_b, gradient_of_b = trained(batch_of_b, config_of(own_algorithm))
+    sum_of_losses = loss_of_a.loss + loss_of_b.loss
+    expected_loss = pytest.approx(sum_of_losses.item(), rel=1e-12)
+    assert mixed_loss.loss.item() == expected_loss
+    gradients = {"a": gradient_of_a, "b": gradient_of_b}
+    for place, trajectory in enumerate(batch.trajectories):
+        own_gradient = gradients[trajectory.environment].pop(0)
+        expected = pytest.approx(own_gradient, rel=1e-12, abs=1e-15)
+        assert mixed_gradient[place] == expected
+    _, plain_gradient = trained(batch, config_of(algorithm))
+    assert plain_gradient != mixed_gradient
+
+
+def trained(batch: Batch, config: Config) -> tuple[TokenLoss, list[list[float]]]:
+    """The loss of a batch, and the gradient by the policy's values of each trajectory."""
+    sequences = training_sequences(batch, config)
+    micro_batch = packed(sequences, range(len(sequences)))
+    micro_batch = micro_batch.map_fields(
+        lambda tensor, _: tensor.double() if tensor.is_floating_point() else tensor
+    )
+    # Each sequence by itself is the same in both kinds of batches.
+    lengths = [len(sequence) for sequence in sequences]
+    places = torch.cat(list(map(torch.arange, lengths)))
+    moves = places.double()
+    old = micro_batch.behavior_logprobs + 0.1 * moves.sin()
+    policy = old + 0.2 * (1.7 * moves).cos()
+    policy.requires_grad_()
+    entropy = 1.0 + (2.3 * moves).sin()
+    objectives = [*objectives_of(config).values()]
+    columns = step_columns(*objectives, has_reference=False)
+    numbers = batch_numbers(
+        [(policy.detach(), entropy)],
+        [old],
+        [micro_batch],
+        objectives,
+        step=0,
+        cp_group=None,
+        group=None,
+    )
+    loss = policy_loss(
+        policy,
+        entropy,
+        old,
+        micro_batch,
+        objectives,
+        columns,
+        group=None,
+        numbers=numbers,
+    )
+    loss.loss.backward()
+    assert policy.grad is not None
+    return loss, [part.tolist() for part in policy.grad.split(lengths)]
+
+
+def test_the_reports_of_a_loss_are_of_its_own_tokens_alone() -> None:
+    batch = mixed_batch()
+    run = {"advantage": "score", "loss_args": {"clip_low": 1e-6, "clip_high": 1e-6}}
+    mixed, _ = trained(batch, config_of(run, b={"loss": "reinforce"}))
+    alone, _ = trained(only(batch, "a"), config_of(run))
+    columns = step_columns(config_of(run).algorithm, has_reference=False)
+    names = [column.name for column in columns]
+    place = len(OF_ALL_STEPS) + names.index("clip_fraction")
+    num_clipped, number, _ = mixed.statistics[:, place].tolist()
+    expected_clipped, expected_number, _ = alone.statistics[:, place].tolist()
+    assert (num_clipped, number) == (expected_clipped, expected_number)
+    assert num_clipped > 0
+
+
+def test_arguments_alone_are_those_of_the_runs_loss() -> None:
+    run = {"loss": "cispo", "loss_args": {"clip_high": 0.5}}
+    own_arguments = {"loss_args": {"clip_low": 0.1}}
+    own_loss = {"loss": "reinforce"}
+    config = config_of(run, b=own_arguments, c=own_loss)
+    objectives = objectives_of(config)
+    names = list(objectives)
+    assert names == ["", "b", "c"]
+    assert objectives[""] is config.algorithm
+    assert objectives["b"].loss == "cispo"
+    assert objectives["b"].loss_args["clip_low"] == 0.1
+    assert objectives["b"].loss_args["clip_high"] == 0.2
+    assert objectives["c"].loss_args == {}
+    # An estimator of its own changes no loss, and a loss no estimator.
+    assert environment_rules(config)["b"].algorithm is None
+    own_estimator = config_of(b={"advantage": "score"})
+    assert len(objectives_of(own_estimator)) == 1
+
+
+def test_a_loss_that_leaves_the_lag_uncorrected_is_told() -> None:
+    behavior = {"loss": "ppo", "loss_args": {"ratio": "behavior"}, "weight": "none"}
+    finding = check_staleness(Scene(config_of(behavior, b={"loss": "reinforce"})))
+    assert finding is not None
+    assert "environments.b: algorithm.max_staleness is 2 without a correction" in finding.seen
+    without_loss = config_of(behavior, b={"loss_weight": 2.0})
+    assert check_staleness(Scene(without_loss)) is None
+    corrected = config_of({}, b={"loss": "reinforce"})
+    assert check_staleness(Scene(corrected)) is None
+
+
 def test_arguments_alone_are_those_of_the_runs_estimator() -> None:
     run = {
         "advantage": "return_to_go",
@@ -213,6 +346,12 @@ PLACE = r"extensions\.by_environment\.environments\.b"
         ({"group_size": 1, "advantage": "score"}, {"advantage": "grpo"}, "group_size must be >= 2"),
         ({"filter": "unequal_rewards"}, {"advantage": "score"}, "filter must be 'none'"),
         ({}, {"advantage_args": {"gamma": 1.0}}, f"{PLACE}: .*gamma"),
+        ({}, {"loss": "pop"}, f"{PLACE}: .*, got 'pop'"),
+        ({}, {"loss_args": {"clip_low": 2.0}}, f"{PLACE}: clip_low of loss ppo: .* got 2.0"),
+        ({}, {"loss": "reinforce", "loss_args": {"ratio": "behavior"}}, f"{PLACE}: .*'ratio'"),
+        ({}, {"loss_args": {"ratio": "behavior"}}, f"{PLACE}: .* weight must be 'none'"),
+        ({}, {"loss": OWN_LOSS}, f"{PLACE}.loss must be a built-in loss, got '{OWN_LOSS}'"),
+        ({"loss": OWN_LOSS}, {"loss_args": {"x": 1}}, f"must be a built-in loss, got '{OWN_LOSS}'"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line_that_names_it(
@@ -240,7 +379,8 @@ def test_a_temperature_that_others_do_not_know_is_refused() -> None:
 def test_temperatures_are_those_of_the_run_but_for_entries_with_one() -> None:
     config = config_of(b={"temperature": 0.5}, c={"loss_weight": 2.0})
     assert sampling_temperatures(config, ["a", "b", "c", "b"]) == [1.0, 0.5, 1.0, 0.5]
-    assert sampling_temperatures(config_of(c={"loss_weight": 2.0}), ["a"]) is None
+    without_temperature = config_of(c={"loss_weight": 2.0})
+    assert sampling_temperatures(without_temperature, ["a"]) is None
 
 
 @pytest.mark.parametrize(
@@ -263,7 +403,11 @@ def test_other_tables_that_exclude_it_are_named(tables: Values, cause: str) -> N
 
 def test_a_replay_may_change_how_recorded_batches_are_trained_and_nothing_else() -> None:
     start = "extensions.by_environment.environments.b"
-    allowed = [f"{start}.loss_weight=2.0", f"{start}.advantage_args.gamma=0.5"]
+    allowed = [
+        f"{start}.loss_weight=2.0",
+        f"{start}.advantage_args.gamma=0.5",
+        f"{start}.loss_args.clip_high=0.5",
+    ]
     assert places_and_training(allowed) == ([], allowed)
     other_names = [
         f"{start}.temperature",

@@ -22,6 +22,7 @@ from slipstream.core.environment_rules import (
     PLAIN,
     environment_rules,
     kl_coefficient_of,
+    objectives_of,
     sampling_temperatures,
 )
 from slipstream.core.models.vision import load_processor
@@ -34,17 +35,29 @@ from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
 from slipstream.learner.algorithms.columns import NUM_LAGS, OF_ALL_STEPS, Column, Reduce
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages, Turn
 from slipstream.learner.algorithms.functions import (
+    Function,
     function_of,
     shaped_rewards,
     side_of,
     token_advantages,
 )
-from slipstream.learner.algorithms.inputs import LossInputs, RecordedSums, SequenceSums, TokenTerms
+from slipstream.learner.algorithms.inputs import (
+    LossInputs,
+    RecordedSums,
+    TokenTerms,
+    TokenWeights,
+)
 from slipstream.learner.algorithms.losses import (
     kl_estimate,
     token_terms,
     token_weights,
     top_k_divergence,
+)
+from slipstream.learner.trainer.algorithms.loss_inputs import (
+    NO_NUMBERS,
+    BatchNumbers,
+    loss_inputs,
+    tokens_of,
 )
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import (
@@ -114,6 +127,7 @@ def training_sequences(
     has_coefficients = config.algorithm.kl.placement == "loss" and any(
         rules_of_environment.kl_coefficient is not None for rules_of_environment in rules.values()
     )
+    objectives = [*objectives_of(config)]
     estimated: list[TokenEstimates[NumpyArray]] = []
     for index, (trajectory, model_estimates) in enumerate(
         zip(trajectories, estimates_by_index, strict=True)
@@ -136,6 +150,10 @@ def training_sequences(
         if has_coefficients:
             coefficient = kl_coefficient_of(config, trajectory.environment, rules)
             fields["kl_coefficients"] = np.full(trajectory.num_sampled_tokens, coefficient)
+        if len(objectives) > 1:
+            name = trajectory.environment
+            place = objectives.index(name) if name in objectives else 0
+            fields["objectives"] = np.full(trajectory.num_sampled_tokens, place)
         if model_estimates.versions is not None:
             fields["version_logprobs"] = model_estimates.versions
         estimated.append(TokenEstimates(shared, **fields))
@@ -291,90 +309,12 @@ def _turns_of(trajectory: Trajectory) -> dict[str, list[Turn]]:
     return turns
 
 
-@dataclass(frozen=True)
-class BatchNumbers:
-    """The numbers of a mini-batch for which weight and loss ask, in the order of their calls."""
-
-    of_weight: Sequence[Tensor] = ()
-    of_loss: Sequence[Tensor] = ()
-
-
-NO_NUMBERS = BatchNumbers()
-
-
-@torch.no_grad()
-def batch_numbers(
-    outputs: Sequence[tuple[Tensor, Tensor]],
-    old: Sequence[Tensor],
-    micro_batches: Sequence[MicroBatch],
-    algorithm: AlgorithmSection,
-    *,
-    step: int,
-    cp_group: dist.ProcessGroup | None,
-    group: dist.ProcessGroup | None,
-) -> BatchNumbers:
-    """Calls weight and loss for a whole mini-batch, for the numbers of it for which they ask.
-
-    `outputs` has the policy's log-probabilities and entropies of each of this rank's
-    `micro_batches`, and `old` those of the proximal policy, or nothing. Collective over `group`,
-    whose ranks together have all tokens. Raises RunFailed for a faulty function.
-    """
-    parts = []
-    for place, (logprobs, entropy) in enumerate(outputs):
-        first = logprobs if logprobs.dim() == 1 else logprobs[:, 0]
-        before = old[place] if old else None
-        micro_batch = micro_batches[place].to(first.device)
-        parts.append(loss_inputs(first, entropy, before, micro_batch, step=step, group=cp_group))
-    where = f"step {step + 1}"
-    of_weight = LossInputs.joined(parts, cp_group=cp_group, group=group)
-    token_weights(function_of(algorithm, "weight"), of_weight, where)
-    of_loss = LossInputs.joined(parts, cp_group=cp_group, group=group)
-    token_terms(function_of(algorithm, "loss"), of_loss, where)
-    return BatchNumbers(of_weight.batch.asked, of_loss.batch.asked)
-
-
-def loss_inputs(
-    policy_logprobs: Tensor,
-    entropy: Tensor,
-    old_logprobs: Tensor | None,
-    micro_batch: MicroBatch,
-    *,
-    step: int,
-    group: dist.ProcessGroup | None,
-) -> LossInputs:
-    """Returns the tokens of a micro batch, [tokens] each; other parameters as in `policy_loss`."""
-    mask = micro_batch.loss_mask
-    proximal = policy_logprobs.detach() if old_logprobs is None else old_logprobs
-    behavior = micro_batch.behavior_logprobs
-    is_given = behavior.isnan()
-    versions = micro_batch.version_logprobs
-    if versions is not None:
-        # The policy before the step is the version that sampled tokens of lag 0.
-        versions = torch.where(is_given | (micro_batch.lags == 0), proximal, versions)
-    return LossInputs(
-        logprobs=policy_logprobs,
-        proximal_logprobs=proximal,
-        # A token that no policy sampled needs no correction: its ratio is 1.
-        behavior_logprobs=torch.where(is_given, proximal, behavior),
-        advantages=micro_batch.advantages,
-        mask=mask,
-        is_given=is_given,
-        lags=micro_batch.lags,
-        versions=step - micro_batch.lags,
-        reference_logprobs=micro_batch.reference_logprobs,
-        entropy=entropy.detach(),
-        sequences=SequenceSums(micro_batch.sequence_ids, mask, len(micro_batch.indices) + 1, group),
-        batch=RecordedSums(mask, ()),
-        version_logprobs=versions,
-    )
-
-
 def policy_loss(
     policy_logprobs: Tensor,
     entropy: Tensor,
     old_logprobs: Tensor | None,
     micro_batch: MicroBatch,
-    algorithm: AlgorithmSection,
+    objectives: Sequence[AlgorithmSection],
     columns: Sequence[Column],
     *,
     step: int = 0,
@@ -391,7 +331,9 @@ def policy_loss(
     `policy_logprobs` are the log-probabilities of `micro_batch.all_targets`. `old_logprobs` are the
     log-probabilities of the targets by the proximal policy (the policy before the first
     mini-batch), or None if no mini-batch has changed the policy yet. `entropy` carries a gradient
-    if its coefficient is not 0. `columns` are those of the step, `numbers` those of the mini-batch.
+    if its coefficient is not 0. `objectives` begin with the run's algorithm; of those behind it,
+    to which `micro_batch.objectives` sends tokens, only the loss counts. `columns` are those of the
+    step, `numbers` those of the mini-batch.
     Collective over `group`, the context parallel ranks, unless it is None. Raises RunFailed for a
     faulty function.
     """
@@ -404,18 +346,27 @@ def policy_loss(
     mask = tokens.mask
     is_given = tokens.is_given
     where = f"step {step + 1}"
-    loss = function_of(algorithm, "loss")
+    algorithm = objectives[0]
     weight = function_of(algorithm, "weight")
     known_tokens = dataclasses.replace(tokens, batch=RecordedSums(mask, numbers.of_weight))
     factors = token_weights(weight, known_tokens, where)
-    known_tokens = dataclasses.replace(tokens, batch=RecordedSums(mask, numbers.of_loss))
-    terms = token_terms(loss, known_tokens, where)
+    calls: list[tuple[Function, TokenTerms | TokenWeights, Tensor]] = [
+        (weight, factors, mask & ~is_given)
+    ]
+    losses = torch.zeros_like(factors.weights)
+    for number, objective in enumerate(objectives):
+        loss = function_of(objective, "loss")
+        own_mask = tokens_of(number, mask, micro_batch.objectives)
+        recorded = numbers.of_losses[number] if numbers.of_losses else ()
+        known_tokens = dataclasses.replace(
+            tokens, mask=own_mask, batch=RecordedSums(own_mask, recorded)
+        )
+        terms = token_terms(loss, known_tokens, where)
+        calls.append((loss, terms, own_mask))
+        losses = torch.where(own_mask, factors.weights * terms.losses, losses)
     values: list[Values] = []
     names = {column.name for column in columns}
-    for function, reported, values_mask in (
-        (loss, terms, mask),
-        (weight, factors, mask & ~is_given),
-    ):
+    for function, reported, values_mask in calls:
         if unknown := reported.reports.keys() - names:
             what = f"it reports {min(unknown)}, but did not of three tokens"
             raise function.fault(what, where)
@@ -424,9 +375,11 @@ def policy_loss(
             for name, report in reported.reports.items()
         ]
         if function.is_own:
-            own_values = reported.losses if isinstance(reported, TokenTerms) else reported.weights
-            values.append((Column(str(function), Reduce.FAULTS), ~own_values.isfinite(), mask))
-    losses = factors.weights * terms.losses
+            fault = Column(str(function), Reduce.FAULTS)
+            if isinstance(reported, TokenTerms):
+                values.append((fault, ~reported.losses.isfinite(), values_mask))
+            else:
+                values.append((fault, ~reported.weights.isfinite(), mask))
     kl = algorithm.kl
     if kl.coefficient and kl.placement == "loss":
         if kl.estimator in TOP_K_ESTIMATORS:

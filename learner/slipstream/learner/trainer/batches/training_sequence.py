@@ -138,6 +138,8 @@ class TokenEstimates(Generic[Array]):
     top_logprobs: Array | None = field(default=None, metadata=_column(np.float32))
     # The factor of the divergence from the reference in the loss; None: that of the whole batch.
     kl_coefficients: Array | None = field(default=None, metadata=_column(np.float32))
+    # The place of the token's loss among those of the step; None: all tokens have one loss.
+    objectives: Array | None = field(default=None, metadata=_column(np.int16))
     # The temperature at which the token was sampled; None: that of the whole batch.
     temperatures: Array | None = field(default=None, metadata=_column(np.float64))
     # Whether the token belongs to the ratio of its sequence, in passes that a client orders.

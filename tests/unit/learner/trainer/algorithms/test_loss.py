@@ -25,7 +25,7 @@ BEHAVIOR = {"loss_args": {"ratio": "behavior"}, "weight": "none"}
 def loss_of(policy, batch, settings=USUAL, *, old=None, entropy=None):
     entropies = torch.ones(len(policy)) if entropy is None else entropy
     columns = step_columns(settings, has_reference=False)
-    return policy_loss(policy, entropies, old, batch, settings, columns, group=None)
+    return policy_loss(policy, entropies, old, batch, [settings], columns, group=None)
 
 
 def reported(values: TokenLoss, settings: AlgorithmSection) -> dict[str, float]:
