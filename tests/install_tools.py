@@ -257,6 +257,16 @@ TOOLS = (
         kubernetes,
     ),
     Tool(
+        "trackers",
+        (
+            "tests/integration/test_tracking.py",
+            "tests/unit/extensions/trackers/test_export_metrics.py",
+            "tests/unit/learner/controller/reporting/test_trackers.py",
+        ),
+        ("trackers",),
+        packages_alone("trackers"),
+    ),
+    Tool(
         "programs",
         (
             "tests/integration/test_alerts.py",

@@ -7,14 +7,16 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import ConfigError
+from support.rigs import tools
 from support.rigs.controller_runs import make_config, play
 from support.rigs.run_processes import rows_of
 from support.rigs.waiting import LIMIT_S
 
 
 async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path, monkeypatch):
+    tools.add_packages("trackers", monkeypatch)
     for package in ("wandb", "tensorboard", "mlflow", "sqlalchemy"):
-        pytest.importorskip(package, reason=f"{package} is not installed")
+        pytest.importorskip(package, reason=f"{package} is not installed: {tools.HOW}")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = make_config(
         tmp_path,

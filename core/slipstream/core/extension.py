@@ -81,6 +81,8 @@ class Tracker:
     packages: Mapping[str, str] = field(default_factory=dict)
     # A function that raises ConfigError where nobody is signed in to the service on this machine.
     sign_in: str = ""
+    # Folder within that of a run, if a second run in there could not be told from the first.
+    own_folder: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,10 +274,10 @@ def resolve(place: str) -> Any:  # noqa: ANN401 - each field of a manifest says 
 
 def program(command: str) -> Program:
     """Returns the process that `command` adds to a run; raises ConfigError if none is installed."""
-    for manifest in installed():
-        if command in manifest.programs:
-            return manifest.programs[command]
-    raise ConfigError(f"slipstream {command}: no installed extension gives this program")
+    programs = _joined(manifest.programs for manifest in installed())
+    if command not in programs:
+        raise ConfigError(f"slipstream {command}: no installed extension gives this program")
+    return programs[command]
 
 
 def check_process(config: Any) -> None:  # noqa: ANN401 - see `active`
@@ -321,6 +323,11 @@ def queues() -> dict[str, Queue]:
 def transports() -> dict[str, Transport]:
     """Returns the transports that extensions add, by their names in `weights.transport`."""
     return _joined(manifest.transports for manifest in installed())
+
+
+def trackers() -> dict[str, Tracker]:
+    """Returns the trackers that extensions add, by their names in `tracking.trackers`."""
+    return _joined(manifest.trackers for manifest in installed())
 
 
 def algorithm_functions(kind: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, JsonValue, model_validator
 from slipstream.core.errors import ConfigError
-from slipstream.core.extension import Tracker, installed, resolve
+from slipstream.core.extension import resolve, trackers
 from slipstream.core.machine.address import address_parts
 from slipstream.core.settings.section import Address, Positive, Reference, Seconds, Section
 from slipstream.core.template_values import TemplateValues
@@ -130,39 +130,40 @@ class DebugSection(Section):
     ignore_eos: bool = False
 
 
-def built_in_trackers() -> dict[str, Tracker]:
-    """Returns the trackers of installed extensions, by the names that settings have for them."""
-    return {
-        name: tracker for manifest in installed() for name, tracker in manifest.trackers.items()
-    }
-
-
 def tracker_named(name: str) -> EntryPoint:
     """Returns the place of a tracker of ours or of another package; raises ConfigError."""
-    built_in = built_in_trackers()
-    if name in built_in:
-        return EntryPoint(name, built_in[name].place, TRACKERS)
-    installed = entry_points(group=TRACKERS)
-    if name not in installed.names:
-        names = ", ".join(sorted({*built_in, *installed.names}))
+    manifest = trackers().get(name)
+    entries = [entry for entry in entry_points(group=TRACKERS) if entry.name == name]
+    if manifest is not None:
+        entries.append(EntryPoint(name, manifest.place, TRACKERS))
+    if not entries:
+        names = ", ".join(sorted({*trackers(), *entry_points(group=TRACKERS).names}))
         raise ConfigError(
             f"tracking.trackers has {name!r}, which no installed package gives as an entry point "
             f"of {TRACKERS}; there are {names}"
         )
-    return installed[name]
+    if len(entries) > 1:
+        places = ", ".join(entry.value for entry in entries)
+        raise ConfigError(
+            f"tracking.trackers has {name!r}, which {len(entries)} trackers are called: {places}; "
+            f"uninstall all but one of their packages"
+        )
+    return entries[0]
 
 
 def check_trackers(tracking: TrackingSection) -> None:
     """Raises ConfigError with the command to run where a package or a login is missing."""
-    built_in = built_in_trackers()
+    manifests = trackers()
     for name in tracking.trackers:
         tracker_named(name)
-        packages = built_in[name].packages if name in built_in else {}
+        if name not in manifests:
+            continue
+        packages = manifests[name].packages
         for package in packages:
             if importlib.util.find_spec(package) is None:
                 raise ConfigError(
                     f"tracking.trackers has {name!r}, which needs the package {package}: "
                     f"pip install {shlex.join(packages.values())}"
                 )
-        if name in built_in and built_in[name].sign_in:
-            resolve(built_in[name].sign_in)()
+        if manifests[name].sign_in:
+            resolve(manifests[name].sign_in)()

@@ -1,8 +1,8 @@
 """Log a run to TensorBoard, Weights & Biases and MLflow; each package is imported by its own."""
 
 import json
+import logging
 import os
-import re
 import secrets
 import sys
 import time
@@ -13,6 +13,8 @@ from typing import Any
 
 from pydantic import JsonValue
 from slipstream.core.settings.config import Config, told_settings
+from slipstream.extensions.trackers.mlflow_names import mlflow_names
+from slipstream.extensions.trackers.sign_in import sends_nothing
 from slipstream.learner.controller.reporting.trackers import Lines, RunIds
 
 # The columns of a table of samples, as the lines name them.
@@ -80,8 +82,8 @@ class TensorBoardTracker:
         numbers = [
             Summary.Value(tag=tag_of(name), simple_value=value) for name, value in values.items()
         ]
-        summary = Summary(value=numbers)
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=numbers))
+        self._writer.add_event(event)
         # A run that is killed leaves what it has told.
         self._writer.flush()
 
@@ -116,14 +118,16 @@ class WandbTracker:
         """Signs in with the key of `wandb login` or WANDB_API_KEY, unless WANDB_MODE is offline."""
         import wandb
 
-        run_id = ids.get("wandb") or secrets.token_hex(8)
+        kept_id = ids.get("wandb")
+        run_id = kept_id or secrets.token_hex(8)
         ids.keep("wandb", run_id)
         # wandb's run is untyped.
         self._run: Any = wandb.init(
             project=config.tracking.project,
             name=config.run.name,
             id=run_id,
-            resume="allow",
+            # Where nothing is sent, the package has a warning for this option.
+            resume="allow" if kept_id and not sends_nothing() else None,
             dir=str(folder),
             config=told_settings(config.model_dump(mode="json")),
             settings=wandb.Settings(console="off", silent=True),
@@ -158,7 +162,6 @@ TABLES_TAG = "mlflow.loggedArtifacts"
 MAX_PARAMS = 100
 MAX_METRICS = 1000
 MAX_VALUE_CHARACTERS = 500
-NOT_ALLOWED = re.compile(r"[^\w\-. /]")
 
 
 class MlflowTracker:
@@ -169,8 +172,11 @@ class MlflowTracker:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        place = os.environ.get("MLFLOW_TRACKING_URI")
-        place = place or f"sqlite:///{(folder / 'mlflow.db').resolve()}"
+        for package in ("mlflow", "alembic"):
+            logging.getLogger(package).setLevel(logging.WARNING)
+        database = (folder / "mlflow.db").resolve()
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        place = server or f"sqlite:///{database}"
         # MLflow's client is untyped.
         self._client: Any = MlflowClient(tracking_uri=place)
         self._run_id = ids.get("mlflow")
@@ -179,7 +185,7 @@ class MlflowTracker:
             return
         # Next to our own database file; a server has its own place for artifacts.
         artifacts = (folder / "mlartifacts").resolve()
-        own_place = None if os.environ.get("MLFLOW_TRACKING_URI") else str(artifacts)
+        own_place = None if server else str(artifacts)
         project = config.tracking.project
         experiment = self._client.get_experiment_by_name(project)
         experiment_id = (
@@ -193,30 +199,33 @@ class MlflowTracker:
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in told_settings(config.model_dump(mode="json")).items()
         }
-        params = [Param(key, text[:MAX_VALUE_CHARACTERS]) for key, text in texts.items()]
+        names = mlflow_names(texts)
+        params = [Param(names[key], text[:MAX_VALUE_CHARACTERS]) for key, text in texts.items()]
         for start in range(0, len(params), MAX_PARAMS):
-            self._client.log_batch(self._run_id, params=params[start : start + MAX_PARAMS])
+            end = start + MAX_PARAMS
+            self._client.log_batch(self._run_id, params=params[start:end])
         ids.keep("mlflow", self._run_id)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         from mlflow.entities import Metric
 
         now_ms = int(time.time() * 1000)
-        metrics = [
-            Metric(NOT_ALLOWED.sub("_", name), value, now_ms, step)
-            for name, value in values.items()
-        ]
+        names = mlflow_names(values)
+        metrics = [Metric(names[name], value, now_ms, step) for name, value in values.items()]
         for start in range(0, len(metrics), MAX_METRICS):
-            self._client.log_batch(self._run_id, metrics=metrics[start : start + MAX_METRICS])
+            end = start + MAX_METRICS
+            self._client.log_batch(self._run_id, metrics=metrics[start:end])
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
         """Logs the episodes as a table, one artifact for each step; see `Tracker`."""
         path = f"samples/step-{step:06d}.json"
         table = {"columns": list(COLUMNS), "data": table_rows(episodes)}
         self._client.log_text(self._run_id, json.dumps(table), path)
-        tables = json.loads(self._client.get_run(self._run_id).data.tags.get(TABLES_TAG, "[]"))
-        tables = [*tables, {"path": path, "type": "table"}][-MOST_TABLES:]
-        self._client.set_tag(self._run_id, TABLES_TAG, json.dumps(tables))
+        run = self._client.get_run(self._run_id)
+        tables = json.loads(run.data.tags.get(TABLES_TAG, "[]"))
+        tables.append({"path": path, "type": "table"})
+        newest = json.dumps(tables[-MOST_TABLES:])
+        self._client.set_tag(self._run_id, TABLES_TAG, newest)
 
     def close(self) -> None:
         self._client.set_terminated(self._run_id)

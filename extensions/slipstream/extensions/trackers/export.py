@@ -10,6 +10,7 @@ what was sent, or the reason why nothing was.
 import argparse
 import csv
 import io
+import itertools
 import math
 import sys
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
+from slipstream.core.extension import trackers
 from slipstream.core.machine.new_file import new_file
 from slipstream.core.machine.process import leave
 from slipstream.core.run_folder import CONFIG, METRICS
@@ -64,12 +66,20 @@ def main() -> int:
 def send(folder: Path, name: str, out: Path) -> str:
     """Gives each row of a run to a new run of the tracker; returns a line that says how many.
 
-    Raises ConfigError for an unknown tracker, one whose package or login is missing, and a run
-    without rows. Errors of the tracker's package rise.
+    Raises ConfigError for an unknown tracker, one whose package or login is missing, a run without
+    rows, and numbers of another run in `out`. Errors of the tracker's package rise.
     """
     check_trackers(TrackingSection(trackers=(name,)))
     config = load_config(folder / CONFIG)
     check_rows(folder)
+    manifest = trackers().get(name)
+    if manifest is not None and manifest.own_folder:
+        own_folder = out / manifest.own_folder
+        if own_folder.is_dir() and any(own_folder.iterdir()):
+            raise ConfigError(
+                f"{own_folder} has numbers already, which {name} would show twice: "
+                f"remove it, or name another folder by --out"
+            )
     ids = NewRun(folder, _ignore)
     opened: Tracker = tracker_named(name).load()(config, out, ids)
     num_steps = 0
@@ -94,16 +104,17 @@ def write_table(folder: Path, out: Path) -> str:
     """
     check_rows(folder)
     columns: dict[str, None] = {"step": None, "evaluation_step": None}
-    for row in read_rows(folder / METRICS):
-        columns.update(dict.fromkeys(row))
     num_rows = 0
+    for row in read_rows(folder / METRICS, _complain):
+        columns.update(dict.fromkeys(row))
+        num_rows += 1
     with new_file(out, _complain) as file:
         text = io.TextIOWrapper(file, encoding="utf-8", newline="")
-        writer = csv.DictWriter(text, list(columns), restval="", extrasaction="ignore")
+        writer = csv.DictWriter(text, list(columns), restval="")
         writer.writeheader()
-        for row in read_rows(folder / METRICS, _complain):
+        # A run that goes on may have written rows behind those that named the columns.
+        for row in itertools.islice(read_rows(folder / METRICS), num_rows):
             writer.writerow(_finite(row))
-            num_rows += 1
         # The file stays open for who has opened it.
         text.detach()
     return f"{out} has {num_rows:,} rows and {len(columns):,} columns of {folder}"

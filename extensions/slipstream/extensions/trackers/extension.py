@@ -21,6 +21,7 @@ EXTENSION = Extension(
         "tensorboard": Tracker(
             "slipstream.extensions.trackers.controller:TensorBoardTracker",
             packages={"tensorboard": "tensorboard>=2.20,<3"},
+            own_folder="tensorboard",
         ),
         "wandb": Tracker(
             "slipstream.extensions.trackers.controller:WandbTracker",

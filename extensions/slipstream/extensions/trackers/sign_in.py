@@ -21,11 +21,9 @@ _SERVICE = "https://api.wandb.ai"
 
 def check_wandb() -> None:
     """Raises ConfigError where a run could send nothing, for want of a key."""
-    settings = _settings()
-    mode = os.environ.get("WANDB_MODE") or settings.get("mode", "")
-    is_disabled = settings.get("disabled", "").lower() == "true"
-    if mode in _APART or is_disabled:
+    if sends_nothing():
         return
+    settings = _settings()
     if any(os.environ.get(name) for name in _KEYS) or settings.get("api_key"):
         return
     address = os.environ.get("WANDB_BASE_URL") or settings.get("base_url") or _SERVICE
@@ -35,6 +33,13 @@ def check_wandb() -> None:
             f"tracking.trackers has 'wandb', and nobody is signed in at {host}: run `wandb login`, "
             "set WANDB_API_KEY, or keep the files here with WANDB_MODE=offline"
         )
+
+
+def sends_nothing() -> bool:
+    """Whether the package is told to keep its files on this machine, or to do nothing."""
+    settings = _settings()
+    mode = os.environ.get("WANDB_MODE") or settings.get("mode", "")
+    return mode in _APART or settings.get("disabled", "").lower() == "true"
 
 
 def _settings() -> Mapping[str, str]:

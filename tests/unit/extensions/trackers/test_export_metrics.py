@@ -55,6 +55,27 @@ def test_a_table_has_a_column_for_each_metric_and_a_row_for_each_line(folder: Pa
     assert [path.name for path in folder.glob(".*")] == []
 
 
+def test_a_row_that_comes_meanwhile_is_left_to_the_next_table(folder: Path, monkeypatch) -> None:
+    class Growing(csv.DictWriter):
+        """The run goes on when the columns are known."""
+
+        def writeheader(self) -> None:
+            with (folder / "metrics.jsonl").open("a") as file:
+                file.write(f"{json.dumps(STEP | {'step': 3.0, 'new': 0.125})}\n")
+            super().writeheader()
+
+    monkeypatch.setattr(csv, "DictWriter", Growing)
+    assert write_table(folder, folder / "first.csv").split()[2] == "3"
+    monkeypatch.undo()
+    assert write_table(folder, folder / "second.csv").split()[2] == "4"
+    first, second = [
+        list(csv.DictReader((folder / f"{name}.csv").read_text().splitlines()))
+        for name in ("first", "second")
+    ]
+    assert [row["step"] for row in first] == ["", "1.0", "2.0"]
+    assert [row["new"] for row in second] == ["", "", "", "0.125"]
+
+
 def test_tensorboard_gets_each_step_and_round(folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -72,6 +93,9 @@ def test_tensorboard_gets_each_step_and_round(folder: Path, tmp_path: Path) -> N
     assert (0, "reward/reward_heldout", 0.5) in points
     assert (2, "reward/reward_mean", 0.75) in points
     assert not [tag for _, tag, _ in points if tag.endswith(("loss", "num_failed"))]
+    with pytest.raises(ConfigError, match=r"has numbers already, which tensorboard would show"):
+        send(folder, "tensorboard", out)
+    assert [file.name for file in (out / "tensorboard").iterdir()] == [path.name]
     # The ids of the run that goes on are as they were.
     assert not (folder / "tracking.json").exists()
 

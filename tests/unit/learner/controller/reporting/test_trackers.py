@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import told_settings
 from slipstream.core.settings.measurement_sections import (
@@ -16,8 +17,10 @@ from slipstream.core.settings.measurement_sections import (
     tracker_named,
 )
 from slipstream.extensions.trackers.controller import COLUMNS, tag_of
+from slipstream.extensions.trackers.mlflow_names import mlflow_names
 from slipstream.learner.controller.reporting import trackers as trackers_module
 from slipstream.learner.controller.reporting.trackers import RunIds, Trackers, open_trackers
+from support.rigs import tools
 from support.rigs.completed import python
 from support.rigs.controller_runs import make_config
 
@@ -182,6 +185,40 @@ def test_a_tracker_that_no_package_gives_is_refused_with_those_that_there_are() 
     )
 
 
+def installed_package(folder: Path, group: str, entry: str) -> Path:
+    """The metadata of a package of somebody else, as pip writes it."""
+    info = folder / f"{folder.name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {folder.name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("entries", "places"),
+    [
+        (("x=a:X", "x=b:X"), ["a:X", "b:X"]),
+        (
+            ("wandb=a:X",),
+            ["a:X", "slipstream.extensions.trackers.controller:WandbTracker"],
+        ),
+    ],
+)
+def test_trackers_of_one_name_are_refused(tmp_path, monkeypatch, entries, places) -> None:
+    for number, entry in enumerate(entries):
+        package = installed_package(tmp_path / f"other{number}", "slipstream.trackers", entry)
+        monkeypatch.syspath_prepend(package)
+    name = entries[0].partition("=")[0]
+    with pytest.raises(ConfigError) as caught:
+        check_trackers(TrackingSection(trackers=(name,)))
+    start, _, rest = str(caught.value).partition(": ")
+    assert start == f"tracking.trackers has {name!r}, which 2 trackers are called"
+    told, _, advice = rest.partition("; ")
+    assert sorted(told.split(", ")) == places
+    assert advice == "uninstall all but one of their packages"
+    check_trackers(TrackingSection(trackers=("tensorboard",)))
+
+
 def test_tensorboard_has_every_number_in_its_section(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     config = make_config(tmp_path, tracking__trackers=["tensorboard"])
@@ -240,6 +277,64 @@ def test_the_controller_imports_neither_torch_nor_what_brings_it():
     assert done.stdout == "set()\n"
 
 
+HARD_NAMES = [
+    "e/pass@1",
+    "e/pass_1",
+    "e/pass%1",
+    "e//x",
+    "e/./y",
+    "e/../z",
+    "e/",
+    "/abs",
+    ".",
+    "..a/b",
+    "e/line\nbreak",
+    "e/é ü",
+    "k" * 251,
+    "k" * 252,
+]
+
+
+def test_each_name_has_one_of_its_own_at_mlflow() -> None:
+    names = mlflow_names(HARD_NAMES)
+    assert list(names) == HARD_NAMES
+    assert len(set(names.values())) == len(HARD_NAMES)
+    assert names["e/pass_1"] == "e/pass_1"
+    assert names["e/é ü"] == "e/é ü"
+    assert names["e//x"] == "e/_/x"
+    assert names["..a/b"] == "_..a/b"
+    assert mlflow_names(["e/pass@1"]) == {"e/pass@1": "e/pass_1"}
+    assert max(map(len, names.values())) == 250
+
+
+@pytest.mark.process
+def test_mlflow_itself_takes_names_and_settings_that_are_no_paths(tmp_path, monkeypatch) -> None:
+    tools.add_packages("trackers", monkeypatch)
+    for package in ("mlflow", "sqlalchemy"):
+        pytest.importorskip(package, reason=f"{package} is not installed: {tools.HOW}")
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    arguments = {"a@b": 1, "a//b": 2, "k" * 251: 3}
+    environments = [{"name": "e", "reference": "m:E", "args": arguments}]
+    small = make_config(tmp_path, tracking__trackers=["mlflow"])
+    settings = small.model_dump(mode="json", exclude_none=True) | {"environments": environments}
+    config = parse_config(settings, source="test")
+    config.run_dir.mkdir()
+    complaints = list[str]()
+    trackers = open_trackers(config, config.run_dir, complaints.append)
+    values = {name: float(number) for number, name in enumerate(HARD_NAMES)}
+    trackers.log(1, values)
+    trackers.close()
+    assert complaints == []
+    run_id = json.loads((config.run_dir / "tracking.json").read_text())["mlflow"]
+    client = MlflowClient(tracking_uri=f"sqlite:///{config.run_dir}/mlflow.db")
+    data = client.get_run(run_id).data
+    assert data.metrics == {new: values[name] for name, new in mlflow_names(HARD_NAMES).items()}
+    assert data.params["environments.0.args.a_b"] == "1"
+    assert data.params["environments.0.args.a/_/b"] == "2"
+
+
 class FakeService(types.ModuleType):
     """Stands in for the package wandb and its run: notes every call."""
 
@@ -261,6 +356,7 @@ class FakeService(types.ModuleType):
 def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_path, monkeypatch):
     service = FakeService()
     monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     config = make_config(tmp_path, tracking__trackers=["wandb"], tracking__project="sums")
     config.run_dir.mkdir()
     RunIds(config.run_dir, print).keep("wandb", "kept")
@@ -285,6 +381,39 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
     assert set(names[1][1][0]) == {"samples", "sampled_tokens", "surprisal", "step"}
     assert names[2] == ("finish", ())
     assert ("define_metric", ("*",), {"step_metric": "step"}) in service.calls
+
+
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_run_goes_on_at_weights_and_biases_only_where_it_was(tmp_path, monkeypatch, mode) -> None:
+    service = FakeService()
+    monkeypatch.setitem(sys.modules, "wandb", service)
+    monkeypatch.setenv("WANDB_MODE", mode)
+    config = make_config(tmp_path, tracking__trackers=["wandb"])
+    config.run_dir.mkdir()
+    for _ in range(2):
+        ids = RunIds(config.run_dir, print)
+        tracker_named("wandb").load()(config, config.run_dir, ids).close()
+    first, second = [kwargs for name, _, kwargs in service.calls if name == "init"]
+    assert first["id"] == second["id"]
+    assert (first["resume"], second["resume"]) == (None, "allow" if mode == "online" else None)
+
+
+@pytest.mark.process
+def test_packages_of_trackers_say_nothing_of_their_own(tmp_path, monkeypatch, capfd) -> None:
+    tools.add_packages("trackers", monkeypatch)
+    for package in ("wandb", "mlflow", "sqlalchemy"):
+        pytest.importorskip(package, reason=f"{package} is not installed: {tools.HOW}")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    config = make_config(tmp_path, tracking__trackers=["wandb", "mlflow"])
+    config.run_dir.mkdir()
+    complaints = list[str]()
+    for step in range(2):
+        trackers = open_trackers(config, config.run_dir, complaints.append)
+        trackers.log(step, {"reward_mean": 0.5})
+        trackers.close()
+    assert complaints == []
+    assert capfd.readouterr() == ("", "")
 
 
 class FakeMlflow:
