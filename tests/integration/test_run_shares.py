@@ -44,7 +44,10 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
         extensions__by_environment__environments={
             "slow": {
                 "loss_weight": 3.0,
+                "group_size": 2,
                 "temperature": 1.5,
+                "loss": "gspo",
+                "loss_args": {"clip_high": 0.3},
                 "kl_coefficient": 0.0,
             },
         },
@@ -56,6 +59,11 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
     assert (summary["state"], summary["steps"]) == ("finished", STEPS)
     environments = {r["group"]: r["environment"] for r in records_of(run_folder, "lease")}
     batches = records_of(run_folder, "batch")
+    sizes = {r["group"]: len(r["members"]) for r in records_of(run_folder, "lease")}
+    assert {(environments[group], size) for group, size in sizes.items()} == {
+        ("quick", 4),
+        ("slow", 2),
+    }
     shares = [Counter(environments[group] for group in record["groups"]) for record in batches]
     assert shares == [{"quick": GROUPS // 2, "slow": GROUPS // 2}] * STEPS
     assert all(abs(seats) <= 0.5 for record in batches for seats in record["owed"].values())

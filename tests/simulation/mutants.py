@@ -179,7 +179,7 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
     ),
     "a restart forgets open groups": Change(
         f"{CONTROLLER}.leasing.leases:LeaseBook.restore",
-        "self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))",
+        "self._keep(self._reopened(open_group))",
         "pass",
     ),
     "episodes run while new weights are judged are delivered as good": (

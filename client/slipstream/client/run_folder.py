@@ -31,6 +31,7 @@ from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.environment_rules import temperatures_of
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.extension import installed
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.machine.files import open_regular, read_regular, replace_file
 from slipstream.core.run_folder import (
     ADDRESS,
@@ -459,6 +460,7 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
         reason = "recorded replies carry this number of likely tokens"
         yield f"reference.top_k must stay {was_asked} {on}, got {is_asked}: {reason}"
     yield from _temperature_changes(before, now)
+    yield from _group_size_changes(before, now)
     names = [section.name for section in now.environments]
     for section in before.environments:
         if section.name not in names:
@@ -483,6 +485,19 @@ def _temperature_changes(before: Config, now: Config) -> Iterator[str]:
             yield (
                 f"temperature of {name} must stay {old:g} when a run goes on, got {new:g}: "
                 "recorded replies were sampled with it"
+            )
+
+
+def _group_size_changes(before: Config, now: Config) -> Iterator[str]:
+    old_sizes = group_sizes_of(before)
+    new_sizes = group_sizes_of(now)
+    for name in sorted(old_sizes.of_environments.keys() | new_sizes.of_environments.keys()):
+        old = old_sizes.of(name)
+        new = new_sizes.of(name)
+        if old != new:
+            yield (
+                f"group_size of {name} must stay {old} when a run goes on, got {new}: groups of "
+                "this size are leased"
             )
 
 

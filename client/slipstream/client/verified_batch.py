@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from slipstream.client.batch_reader import Content
 from slipstream.client.findings import Findings
+from slipstream.core.group_sizes import GroupSizes
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 
 # Fields of a trajectory's checksum, in its order.
@@ -64,7 +65,7 @@ class StepNumbers:
             rewards.setdefault(group.environment, []).extend(group.rewards)
         return rewards
 
-    def row(self, *, group_size: int) -> dict[str, float]:
+    def row(self, group_sizes: GroupSizes) -> dict[str, float]:
         """Returns the columns of metrics.jsonl that follow from the batch."""
         rewards = self.columns["reward"]
         mean = _mean(rewards)
@@ -73,8 +74,9 @@ class StepNumbers:
         late_tokens = sum(lag * count for lag, count in lags.items())
         prompts = self.columns["prompt_tokens"]
         episodes = self.columns["episode_tokens"]
+        num_leased = sum(group_sizes.of(group.environment) for group in self.groups.values())
         lacking = max(
-            group_size * len(self.groups) - len(rewards),
+            num_leased - len(rewards),
             0,
         )
         row = {

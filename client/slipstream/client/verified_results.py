@@ -18,6 +18,7 @@ from slipstream.client.run_folder import lines_of, parsed
 from slipstream.client.verified_batch import GroupNumbers, StepNumbers
 from slipstream.client.verified_journal import JournalCheck, Record
 from slipstream.core import run_folder
+from slipstream.core.group_sizes import recorded_group_sizes
 from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import (
     FILE_DIGEST_BYTES,
@@ -110,7 +111,7 @@ class ResultsCheck:
         self._folder = folder
         self._findings = findings
         self._journal = journal
-        self._group_size = int(table["algorithm"]["group_size"])
+        self._group_sizes = recorded_group_sizes(table)
         self._max_staleness = int(table["algorithm"]["max_staleness"])
         self._num_steps = table["run"].get("steps")
         self.metrics = StepRows(folder / METRICS, findings)
@@ -175,7 +176,7 @@ class ResultsCheck:
                 passes = float(numbers.num_passes)
                 self._findings.same(f"passes of step {step} in {METRICS}", row["passes"], passes)
             return
-        expected = numbers.row(group_size=self._group_size)
+        expected = numbers.row(self._group_sizes)
         self._note_reward(expected["reward_mean"])
         for row in rows:
             self._check_row(step, row, expected, numbers)

@@ -27,6 +27,7 @@ from slipstream.core import run_folder
 from slipstream.core.configuration.config_file import check_whole
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import DONE, FAILED, ConfigError
+from slipstream.core.group_sizes import recorded_group_sizes
 from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import CONFIG, SUMMARY
 
@@ -75,6 +76,7 @@ def examine(folder: Path) -> Findings:
         for name in ("max_staleness", "group_size", "groups_per_step"):
             int(settings["algorithm"][name])
         settings["run"].get("steps")
+        recorded_group_sizes(settings)
         table = settings
     if table:
         _Examination(folder, findings, table).run()
@@ -88,6 +90,7 @@ class _Examination:
         self._folder = folder
         self._findings = findings
         self._algorithm = table["algorithm"]
+        self._group_sizes = recorded_group_sizes(table)
         self._removes_batches = (
             table.get(
                 "checkpoint",
@@ -211,7 +214,7 @@ class _Examination:
                 findings.passes = (findings.passes or 0) + numbers.num_passes
             findings.same(f"number of groups of step {step}", len(names), expected_groups)
             for name, group in numbers.groups.items():
-                num_expected = int(self._algorithm["group_size"])
+                num_expected = self._group_sizes.of(group.environment)
                 if name in batch.groups:
                     num_expected -= len(batch.groups[name].gave_up)
                 num_members = len(group.rewards)

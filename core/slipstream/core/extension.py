@@ -127,6 +127,9 @@ class Extension:
     # A function of the settings that returns the `EnvironmentRules` of each environment that has
     # rules of its own, by name.
     environment_rules: str = ""
+    # A function of its table, as plain values, that returns how many episodes a group of each
+    # environment has that does not have `algorithm.group_size`, by name.
+    group_sizes: str = ""
     # Patterns, as of `fnmatch`, of settings in its table by which recorded batches are trained: a
     # replay may change them.
     training_settings: tuple[str, ...] = ()

@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+from slipstream.core.group_sizes import GroupSizes, group_sizes_of
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
@@ -31,10 +32,16 @@ from support.rigs.publishing_scene import joined, run_of
 STEPS = 10
 
 
-def book_of(**sizes: int) -> LeaseBook:
+def book_of(
+    *,
+    group_size: int = 2,
+    own_group_sizes: Mapping[str, int] = MappingProxyType({}),
+    **sizes: int,
+) -> LeaseBook:
     """An empty lease book; where `sizes` say nothing else, a step has one group of two members."""
-    plain = {"groups_per_step": 1, "group_size": 2, "max_staleness": 1, "num_steps": 9}
-    return LeaseBook(**{"attempts_per_lease": 7} | plain | sizes)
+    plain = {"groups_per_step": 1, "max_staleness": 1, "num_steps": 9, "attempts_per_lease": 7}
+    group_sizes = GroupSizes(group_size, own_group_sizes)
+    return LeaseBook(group_sizes=group_sizes, **plain | sizes)
 
 
 def take_batch(book: LeaseBook, **facts: Any) -> list[Group] | None:
@@ -57,6 +64,7 @@ def books_of(run: Run, **given: object) -> Books:
         "leases": book_of(
             groups_per_step=algorithm.groups_per_step,
             group_size=algorithm.group_size,
+            own_group_sizes=group_sizes_of(run.config).of_environments,
             max_staleness=algorithm.max_staleness,
             num_steps=run.config.run.steps,
         ),

@@ -281,3 +281,18 @@ def test_the_temperature_of_an_environment_must_stay_and_its_weight_may_change()
     ):
         with pytest.raises(ConfigError, match="temperature of e must stay .* when a run goes on"):
             check_resumable(before, now)
+
+
+def test_the_size_of_an_environments_groups_must_stay() -> None:
+    def with_size(size: int):
+        entries = {"e": {"group_size": size}}
+        return config(extensions__by_environment={"environments": entries})
+
+    plain_size = config().algorithm.group_size
+    check_resumable(config(), with_size(plain_size))
+    for before, now in (
+        (config(), with_size(plain_size + 1)),
+        (with_size(plain_size + 1), config()),
+    ):
+        with pytest.raises(ConfigError, match="group_size of e must stay .* when a run goes on"):
+            check_resumable(before, now)

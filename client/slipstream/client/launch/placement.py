@@ -16,6 +16,7 @@ from slipstream.core.configuration.node_plan import NodeGpus
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import ConfigError
 from slipstream.core.extension import Program
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.machine.address import address_parts, is_loopback
 from slipstream.core.machine.description import installed
 from slipstream.core.machine.gpus import (
@@ -125,7 +126,7 @@ class Placement:
         """Returns how many episodes rollout server `number` may run at one time."""
         limit = config.rollout_server.max_episodes
         if self.shares(number) and not all(map(self.shares, range(len(self.servers)))):
-            return max(config.algorithm.group_size, limit * FURTHER_EPISODES // 16)
+            return max(group_sizes_of(config).largest, limit * FURTHER_EPISODES // 16)
         return limit
 
     def shares(self, number: int) -> bool:
@@ -253,7 +254,7 @@ def with_second_server(config: Config, placement: Placement) -> Placement:
     (learner_gpu,) = placement.learner
     ((server_gpu,),) = placement.servers
     extended = replace(placement, servers=((server_gpu,), (learner_gpu,)), is_extended=True)
-    of_step = config.algorithm.groups_per_step * config.algorithm.group_size
+    of_step = config.algorithm.groups_per_step * group_sizes_of(config).largest
     if of_step > server.max_episodes - extended.max_episodes(config, 1):
         # The second server's share of a step is one for which a busy trainer would wait.
         return placement

@@ -36,6 +36,7 @@ from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.configuration.roles import role_settings
 from slipstream.core.errors import FACT, USAGE_ERROR, WARNING, ConfigError, RunFailed
 from slipstream.core.extension import program
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.hub import DATA_PREFIX
 from slipstream.core.machine.address import address_parts, family_of, free_port, is_loopback
 from slipstream.core.machine.other_python import worker_program
@@ -404,7 +405,8 @@ def limits_of(config: Config, *, num_workers: int, measured: int = 0) -> Episode
     sampling = config.sampling
     server = config.rollout_server
     algorithm = config.algorithm
-    of_step = algorithm.groups_per_step * algorithm.group_size
+    largest_group = group_sizes_of(config).largest
+    of_step = algorithm.groups_per_step * largest_group
     return EpisodeLimits(
         has_tools=server.tool_parser is not None,
         max_images=sampling.max_images,
@@ -413,7 +415,7 @@ def limits_of(config: Config, *, num_workers: int, measured: int = 0) -> Episode
         at_once=math.ceil(server.max_episodes * server.count / num_workers),
         in_all=server.max_episodes * server.count,
         num_episodes=math.ceil((measured or of_step) / num_workers),
-        compares=not measured and algorithm.group_size > 1,
+        compares=not measured and largest_group > 1,
     )
 
 

@@ -29,6 +29,7 @@ from slipstream.core.configuration.node_plan import (
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.extension import unmet
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.hub import COMMIT, DATA_PREFIX, HubFiles
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.model_rules import layout_problems
@@ -234,14 +235,15 @@ def _filled(
         open_steps = max_staleness + 1
     if isinstance(batched, int):
         most_episodes = min(most_episodes, batched)
-    running = min(most_episodes, max(64, size * groups * open_steps))
-    choice("rollout_server.max_episodes", max(size, running))
+    largest_group = _largest_group(choice.applied())
+    running = min(most_episodes, max(64, largest_group * groups * open_steps))
+    choice("rollout_server.max_episodes", max(largest_group, running))
 
     # Routing, and the queue, which must hold the bytes that routing adds.
     replays = choice("algorithm.router_replay", _replay(choice.applied(), sizes)) != "off"
     routing = sizes.routing_bytes_per_token if replays else 0
     trajectory = choice.applied().trajectory_bytes(routing_bytes_per_token=routing)
-    ahead = (max_staleness + 1) * groups * size * trajectory
+    ahead = (max_staleness + 1) * groups * largest_group * trajectory
     choice("queue.max_bytes", max(256 * MIB, ahead))
 
     # Buckets, the deadlines of a publish, and the longest silence of a rank.
@@ -469,7 +471,15 @@ def _replay(tables: Tables, sizes: ModelSizes) -> str:
         queue = tables.queue.model_copy(update={"max_bytes": 1 << 62})
         replaying = replaying.model_copy(update={"queue": queue})
     num_bytes = tables.trajectory_bytes(routing_bytes_per_token=sizes.routing_bytes_per_token)
-    return "off" if any(trajectory_problems(replaying, num_bytes)) else "rollout"
+    problems = trajectory_problems(replaying, num_bytes, group_size=_largest_group(tables))
+    return "off" if any(problems) else "rollout"
+
+
+def _largest_group(tables: Tables) -> int:
+    """Returns the size of the largest groups; a faulty table of an option is told later."""
+    with contextlib.suppress(ValidationError):
+        return group_sizes_of(tables).largest
+    return tables.algorithm.group_size
 
 
 def bring_files(

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slipstream.core.configuration.config_file import largest_trajectory_bytes
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.kept_tokens import BYTES_PER_COUNT, BYTES_PER_ID, MAX_KEPT_TOKENS
 from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import Config
@@ -54,7 +55,7 @@ class BatchBytes:
         server = config.rollout_server
         replays = algorithm.router_replay != "off"
         experts_per_token = sizes.routing_bytes_per_token if replays else 0
-        num_episodes = algorithm.groups_per_step * algorithm.group_size
+        num_episodes = algorithm.groups_per_step * group_sizes_of(config).largest
         tokens_per_episode = config.sampling.total_tokens
         num_tokens = num_episodes * tokens_per_episode
         trajectory = largest_trajectory_bytes(config)

@@ -40,6 +40,7 @@ from slipstream.core.errors import (
     did_you_mean,
     near_names,
 )
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models import model_files, model_rules
 from slipstream.core.models.families import refusals
@@ -285,7 +286,8 @@ def check_sizes(config: Config) -> list[str]:
             )
         per_token = sizes.routing_bytes_per_token
         num_bytes = config.trajectory_bytes(routing_bytes_per_token=per_token)
-        for problem in trajectory_problems(config, num_bytes):
+        largest = group_sizes_of(config).largest
+        for problem in trajectory_problems(config, num_bytes, group_size=largest):
             raise ConfigError(
                 f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
             )

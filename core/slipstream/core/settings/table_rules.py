@@ -149,7 +149,6 @@ _MAX_TRAJECTORY_BYTES: int = _OPTIONS.Extensions[bounds_pb2.max_message_bytes]
 def _size_problems(config: Tables) -> Iterator[str]:
     algorithm = config.algorithm
     sampling = config.sampling
-    server = config.rollout_server
     if config.controller.turns == "sleep" and not config.learner.offload.gives_memory_back:
         yield (
             'controller.turns = "sleep" needs learner.offload.gradients and optimizer = true: '
@@ -171,11 +170,7 @@ def _size_problems(config: Tables) -> Iterator[str]:
             f"algorithm.groups_per_step must be a multiple of mini_batches, "
             f"got {algorithm.groups_per_step} and {algorithm.mini_batches}"
         )
-    if algorithm.group_size > server.max_episodes:
-        yield (
-            "a group runs on one server: algorithm.group_size must be at most "
-            f"rollout_server.max_episodes, got {algorithm.group_size} and {server.max_episodes}"
-        )
+    yield from group_size_problems(config, algorithm.group_size, "algorithm.group_size")
     if sampling.max_reply_tokens >= sampling.max_episode_tokens:
         yield (
             f"sampling.max_episode_tokens must leave room for a prompt "
@@ -189,7 +184,8 @@ def _size_problems(config: Tables) -> Iterator[str]:
             f"{sampling.max_episode_tokens}, {config.learner.micro_batch_tokens} "
             f"and {config.learner.parallel.cp}"
         )
-    yield from trajectory_problems(config, config.trajectory_bytes())
+    num_bytes = config.trajectory_bytes()
+    yield from trajectory_problems(config, num_bytes, group_size=algorithm.group_size)
     publish_s = config.weights.join_deadline_s + config.weights.bucket_deadline_s
     if config.learner.timeout_s < 2 * publish_s:
         yield (
@@ -200,14 +196,24 @@ def _size_problems(config: Tables) -> Iterator[str]:
         )
 
 
-def trajectory_problems(config: Tables, num_bytes: int) -> Iterator[str]:
+def group_size_problems(config: Tables, group_size: int, setting: str) -> Iterator[str]:
+    """Yields a line if a group of the size in `setting` does not fit a rollout server."""
+    most_episodes = config.rollout_server.max_episodes
+    if group_size > most_episodes:
+        yield (
+            f"a group runs on one server: {setting} must be at most "
+            f"rollout_server.max_episodes, got {group_size} and {most_episodes}"
+        )
+
+
+def trajectory_problems(config: Tables, num_bytes: int, *, group_size: int) -> Iterator[str]:
     """Yields a line if trajectories of `num_bytes` exceed a message or the queue."""
     if num_bytes > _MAX_TRAJECTORY_BYTES:
         sampling = config.sampling
         name = "max_total_tokens" if sampling.max_total_tokens else "max_episode_tokens"
         yield f"sampling.{name} of {sampling.total_tokens} makes trajectories too large to send"
     algorithm = config.algorithm
-    needed = algorithm.groups_per_step * algorithm.group_size * num_bytes
+    needed = algorithm.groups_per_step * group_size * num_bytes
     if config.queue.max_bytes < needed:
         yield (
             f"queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of "

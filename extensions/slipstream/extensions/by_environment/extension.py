@@ -1,4 +1,4 @@
-"""Environments have a weight, a temperature, an estimator and a loss of their own."""
+"""Environments have groups, a temperature, an estimator and a loss of their own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ EXTENSION = Extension(
         ),
     ),
     checks="slipstream.extensions.by_environment.launch:CHECKS",
+    group_sizes="slipstream.extensions.by_environment.settings:group_sizes_in",
     environment_rules="slipstream.extensions.by_environment.settings:rules_of",
     training_settings=(
         "environments.*.loss_weight",

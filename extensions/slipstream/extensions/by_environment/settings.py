@@ -1,14 +1,15 @@
 """The table of what differs between environments, and the rules for it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 from slipstream.core.environment_rules import EnvironmentRules
 from slipstream.core.extension import active
 from slipstream.core.settings.algorithm_section import AlgorithmSection, Arguments, is_own
 from slipstream.core.settings.measurement_sections import MAX_TEMPERATURE, MIN_TEMPERATURE
-from slipstream.core.settings.section import Section
+from slipstream.core.settings.section import Positive, Section
+from slipstream.core.settings.table_rules import group_size_problems, trajectory_problems
 from slipstream.core.settings.tables import Tables
 
 NAME = "by_environment"
@@ -22,6 +23,8 @@ class EnvironmentEntry(Section):
 
     # Factor of the loss of each token.
     loss_weight: float = Field(1.0, gt=0, allow_inf_nan=False)
+    # Episodes of one task, in place of `algorithm.group_size`.
+    group_size: Positive | None = None
     # Temperature of its sampling and of the learner's logits, in place of `sampling.temperature`.
     temperature: float | None = Field(None, ge=MIN_TEMPERATURE, le=MAX_TEMPERATURE)
     # Built-in estimator of a token's advantage, in place of `algorithm.advantage`.
@@ -72,9 +75,21 @@ def rules_of(config: Tables) -> dict[str, EnvironmentRules]:
     return rules
 
 
+def group_sizes_in(table: Mapping[str, JsonValue]) -> dict[str, int]:
+    """Returns the sizes of groups of environments that have their own; raises ValidationError."""
+    section = ByEnvironmentSection.model_validate(table)
+    sizes: dict[str, int] = {}
+    for name, entry in section.environments.items():
+        if entry.group_size is not None:
+            sizes[name] = entry.group_size
+    return sizes
+
+
 def _algorithm(config: Tables, entry: EnvironmentEntry) -> AlgorithmSection:
     """Returns the run's algorithm with the entry's functions; raises ValidationError."""
     table = config.algorithm.model_dump(exclude_unset=True)
+    if entry.group_size is not None:
+        table["group_size"] = entry.group_size
     if entry.advantage is not None:
         table["advantage"] = entry.advantage
     if entry.model_fields_set & OF_ESTIMATOR:
@@ -105,6 +120,11 @@ def problems(config: Tables) -> Iterator[str]:
             )
         if not entry.model_fields_set:
             yield f"{setting} must name what differs for the environment, got an empty table"
+        if entry.group_size is not None:
+            name_of_size = f"{setting}.group_size"
+            yield from group_size_problems(config, entry.group_size, name_of_size)
+            num_bytes = config.trajectory_bytes()
+            yield from trajectory_problems(config, num_bytes, group_size=entry.group_size)
         if entry.temperature is not None:
             yield from _temperature_problems(config, setting, entry.temperature)
         if entry.kl_coefficient is not None and not config.algorithm.kl.coefficient:

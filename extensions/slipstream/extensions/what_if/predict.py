@@ -15,6 +15,7 @@ from pathlib import Path
 
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
 from slipstream.extensions.what_if.measured import Measured, find_speed, read_run
@@ -86,6 +87,10 @@ def _check(config: Config) -> None:
     """Raises ConfigError for a run of which the simulation leaves out what decides its speed."""
     if config.controller.client_loop:
         raise ConfigError("a client's own loop orders its steps itself: --if knows leases alone")
+    if own_sizes := group_sizes_of(config).of_environments:
+        raise ConfigError(
+            f"--if simulates groups of one size: {', '.join(sorted(own_sizes))} has its own"
+        )
     if config.algorithm.filter != "none":
         raise ConfigError(
             f"algorithm.filter = {config.algorithm.filter!r} leaves groups out, whose lengths the "

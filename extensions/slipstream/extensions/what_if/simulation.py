@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from slipstream.core.group_sizes import GroupSizes
 from slipstream.core.types import (
     GroupId,
     PolicyVersion,
@@ -174,7 +175,7 @@ class Simulation:
         self._num_steps = num_steps
         self._book = LeaseBook(
             groups_per_step=fleet.groups_per_step,
-            group_size=work.group_size,
+            group_sizes=GroupSizes(work.group_size),
             max_staleness=fleet.max_staleness,
             # No group is of the last steps, for which fewer are leased.
             num_steps=num_steps + 2 * (fleet.max_staleness + 1),
@@ -256,7 +257,7 @@ class Simulation:
 
     def _lease(self) -> None:
         """Leases groups as a pass of the scheduler does: the server with most room comes first."""
-        size = self._book.group_size
+        size = self._work.group_size
         if not self._may_lease:
             return
         self._may_lease = False

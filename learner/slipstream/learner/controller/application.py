@@ -14,6 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from slipstream.core.errors import ConfigError, ProtocolError, SlipstreamError
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.machine.description import describe_machine, describe_packages
 from slipstream.core.run_folder import (
     CHECKPOINTS,
@@ -153,7 +154,7 @@ class Controller:
         algorithm = config.algorithm
         self._book = LeaseBook(
             groups_per_step=algorithm.groups_per_step,
-            group_size=algorithm.group_size,
+            group_sizes=group_sizes_of(config),
             max_staleness=algorithm.max_staleness,
             num_steps=config.run.steps,
             attempts_per_lease=config.controller.max_attempts + MAX_EXCUSED_ATTEMPTS,

@@ -157,7 +157,7 @@ class Results(Part):
                 "queued_tokens": float(snapshot.queued),
                 "ledger_difference": float(snapshot.difference),
                 "missing_members": float(
-                    max(books.leases.group_size * len(batch.groups) - len(batch.trajectories), 0)
+                    max(sum(g.size for g in batch.groups) - len(batch.trajectories), 0)
                 ),
                 "filtered_groups": float(books.state.filtered_groups[batch.step]),
                 "set_aside_batches": float(len(books.state.set_aside)),

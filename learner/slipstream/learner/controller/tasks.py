@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import grpc
 import numpy as np
 import numpy.typing as npt
+from slipstream.core.group_sizes import GroupSizes
 from slipstream.learner.controller.records.state import EnvironmentCounts, RunState
 from slipstream.learner.controller.run import LoopClock
 from slipstream.learner.controller.servers.session import (
@@ -250,16 +251,18 @@ class EnvironmentBook:
         return [entry for entry in self.entries.values() if not entry.is_training]
 
     def next_for(
-        self, key: ServerKey, open_episodes: Mapping[str, int], group_size: int
+        self, key: ServerKey, open_episodes: Mapping[str, int], sizes: GroupSizes
     ) -> EnvironmentEntry | None:
-        """Returns the environment for the next group on server `key`.
+        """Returns the environment for the next group on server `key`; groups have these `sizes`.
 
         Returns None if none may run, or if the group is due to one that still loads there or waits
         for its first weights.
         """
         environments = self.training()
         ready = [
-            entry for entry in environments if self.may_run(entry, key, open_episodes, group_size)
+            entry
+            for entry in environments
+            if self.may_run(entry, key, open_episodes, sizes.of(entry.spec.name))
         ]
         nearest = min(ready, key=lambda entry: entry.share, default=None)
         if nearest is None:

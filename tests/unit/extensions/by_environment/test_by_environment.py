@@ -15,6 +15,7 @@ from slipstream.core.environment_rules import (
     sampling_temperatures,
 )
 from slipstream.core.errors import ConfigError
+from slipstream.core.group_sizes import GroupSizes, group_sizes_of
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ReferenceLogprobs
 from slipstream.extensions.by_environment.launch import check_names, check_staleness
@@ -288,6 +289,38 @@ def test_arguments_alone_are_those_of_the_runs_loss() -> None:
     assert len(objectives_of(own_estimator)) == 1
 
 
+def test_groups_have_the_size_of_their_environment() -> None:
+    sizes = group_sizes_of(config_of(b={"group_size": 5}, c={"loss_weight": 2.0}))
+    assert [sizes.of(name) for name in "abc"] == [3, 5, 3]
+    assert (sizes.smallest, sizes.largest) == (3, 5)
+    assert group_sizes_of(config_of()) == GroupSizes(3)
+
+
+def test_demonstrations_may_be_groups_of_one_beside_groups_that_are_compared() -> None:
+    config = config_of(b={"group_size": 1, "advantage": "score"})
+    own_algorithm = algorithm_of(config, "b")
+    assert own_algorithm.group_size == 1
+    assert config.algorithm.estimator is not None
+    assert config.algorithm.estimator.compares_group
+
+
+def test_a_group_that_has_no_room_is_refused_by_its_setting() -> None:
+    entries = {"b": {"group_size": 9}}
+    extensions = {"by_environment": {"environments": entries}}
+    setting = f"{PLACE}.group_size"
+    with pytest.raises(ConfigError, match=f"{setting} must be at most .*, got 9 and 8"):
+        small_config(
+            extensions=extensions,
+            rollout_server={"max_episodes": 8},
+        )
+    with pytest.raises(ConfigError, match="queue.max_bytes must hold a batch"):
+        small_config(
+            extensions=extensions,
+            rollout_server={"max_episodes": 16},
+            queue={"max_bytes": 20000},
+        )
+
+
 def test_a_loss_that_leaves_the_lag_uncorrected_is_told() -> None:
     behavior = {"loss": "ppo", "loss_args": {"ratio": "behavior"}, "weight": "none"}
     finding = check_staleness(Scene(config_of(behavior, b={"loss": "reinforce"})))
@@ -346,6 +379,8 @@ PLACE = r"extensions\.by_environment\.environments\.b"
         ({"group_size": 1, "advantage": "score"}, {"advantage": "grpo"}, "group_size must be >= 2"),
         ({"filter": "unequal_rewards"}, {"advantage": "score"}, "filter must be 'none'"),
         ({}, {"advantage_args": {"gamma": 1.0}}, f"{PLACE}: .*gamma"),
+        ({}, {"group_size": 1}, f"{PLACE}: .* group_size must be >= 2, got 1"),
+        ({}, {"group_size": 0}, f"{PLACE}.group_size: .* greater than .*, got 0"),
         ({}, {"loss": "pop"}, f"{PLACE}: .*, got 'pop'"),
         ({}, {"loss_args": {"clip_low": 2.0}}, f"{PLACE}: clip_low of loss ppo: .* got 2.0"),
         ({}, {"loss": "reinforce", "loss_args": {"ratio": "behavior"}}, f"{PLACE}: .*'ratio'"),
@@ -411,6 +446,7 @@ def test_a_replay_may_change_how_recorded_batches_are_trained_and_nothing_else()
     assert places_and_training(allowed) == ([], allowed)
     other_names = [
         f"{start}.temperature",
+        f"{start}.group_size",
         start,
         "extensions.task_weights.environments.b.function",
     ]

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from slipstream.core.errors import ConfigError, RunFailed
+from slipstream.core.group_sizes import GroupSizes
 from slipstream.core.types import GroupId, ServerId
 from slipstream.extensions.task_weights import controller
 from slipstream.extensions.task_weights.check import check_sampler, check_task_weights
@@ -116,9 +117,9 @@ class Scene:
 
 async def test_no_group_is_leased_before_the_first_weights() -> None:
     scene = Scene()
-    assert scene.books.environments.next_for(KEY, {}, 2) is None
+    assert scene.books.environments.next_for(KEY, {}, GroupSizes(2)) is None
     await scene.weigh()
-    assert scene.books.environments.next_for(KEY, {}, 2) is scene.entry
+    assert scene.books.environments.next_for(KEY, {}, GroupSizes(2)) is scene.entry
     assert scene.weights == [1, 1, 1, 1]
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 from slipstream.client.status import environment_from_pb
+from slipstream.core.group_sizes import GroupSizes
 from slipstream.core.types import ServerId
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
@@ -38,7 +39,7 @@ def add(book, name, weight=1.0, num_tasks=5):
 def accept(book, count):
     dealt = Counter()
     for _ in range(count):
-        entry = book.next_for(KEY, {}, 4)
+        entry = book.next_for(KEY, {}, GroupSizes(4))
         entry.counts.accepted += 1
         dealt[entry.spec.name] += 1
     return dealt
@@ -56,7 +57,7 @@ def test_shares_are_of_trained_groups_within_twice_the_leases(how, one_in, train
     book = make_book(1.0, 1.0)
     counts = Counter()
     while counts.total() < 40 if one_in <= 2 else counts["e1"] < 27:
-        entry = book.next_for(KEY, {}, 4)
+        entry = book.next_for(KEY, {}, GroupSizes(4))
         name = entry.spec.name
         number = entry.counts.accepted + entry.counts.failed + 1
         if name == "e1" or number % one_in == 0:
@@ -97,7 +98,7 @@ def start_with_two() -> EnvironmentBook:
 def test_at_the_start_the_first_to_load_leaves_the_others_their_part():
     book = start_with_two()
     assert accept(book, 1) == {"quick": 1}
-    assert book.next_for(KEY, {}, 4) is None
+    assert book.next_for(KEY, {}, GroupSizes(4)) is None
     book.entries["slow"].loaded(KEY, 5)
     assert accept(book, 15) == {"quick": 7, "slow": 8}
 
@@ -108,7 +109,7 @@ def test_nothing_waits_for_an_environment_that_the_server_could_not_load():
     assert accept(book, 4) == {"quick": 4}
     elsewhere = ServerKey(ServerId("b"), 1)
     book.entries["quick"].loaded(elsewhere, 5)
-    assert book.next_for(elsewhere, {}, 4) is None
+    assert book.next_for(elsewhere, {}, GroupSizes(4)) is None
 
 
 def test_nothing_waits_for_an_environment_that_came_to_a_running_mixture():
@@ -178,15 +179,15 @@ def test_failures_do_not_count_before_older_groups_have_ended():
 def test_a_client_is_leased_no_more_than_it_has_room_for():
     book = make_book(1.0)
     book.entries["e0"].client_episodes = 6
-    assert book.next_for(KEY, {"e0": 2}, 4) is not None
-    assert book.next_for(KEY, {"e0": 3}, 4) is None
+    assert book.next_for(KEY, {"e0": 2}, GroupSizes(4)) is not None
+    assert book.next_for(KEY, {"e0": 3}, GroupSizes(4)) is None
 
 
 def test_nothing_is_leased_on_a_server_that_has_not_loaded_it():
     book = make_book(1.0)
-    assert book.next_for(ServerKey(ServerId("b"), 1), {}, 4) is None
+    assert book.next_for(ServerKey(ServerId("b"), 1), {}, GroupSizes(4)) is None
     book.server_lost(KEY)
-    assert book.next_for(KEY, {}, 4) is None
+    assert book.next_for(KEY, {}, GroupSizes(4)) is None
 
 
 def test_each_cause_of_a_failure_or_an_end_is_told_once_and_only_the_first_few():

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core import staleness
+from slipstream.core.group_sizes import GroupSizes
 from slipstream.core.types import GroupId, Purpose, Trajectory, TrajectoryName
 from slipstream.learner.controller.leasing import shares
 from slipstream.learner.controller.leasing.groups import (
@@ -37,13 +38,13 @@ class LeaseBook:
         self,
         *,
         groups_per_step: int,
-        group_size: int,
+        group_sizes: GroupSizes,
         max_staleness: int,
         num_steps: int,
         attempts_per_lease: int,
     ) -> None:
         self.groups_per_step = groups_per_step
-        self.group_size = group_size
+        self.group_sizes = group_sizes
         # Bound for new leases; deliveries are checked against `algorithm.max_staleness`.
         self.max_staleness = max_staleness
         self.num_steps = num_steps
@@ -70,11 +71,15 @@ class LeaseBook:
         self._next_group = history.next_group
         self._starts = history.starts
         for open_group in history.open_groups.values():
-            self._keep(reopened(open_group, self.group_size, self._attempts_per_lease))
+            self._keep(self._reopened(open_group))
         # Servers that left before the earlier controller ended deliver nothing any more.
         connected = {key.server_id for key in history.servers.connected}
         holders = {group.server for group in history.open_groups.values()}
         self.awaited = Awaited(connected & holders)
+
+    def _reopened(self, record: OpenGroup) -> Group:
+        size = self.group_sizes.of(record.environment)
+        return reopened(record, size, self._attempts_per_lease)
 
     def training_groups(self) -> list[Group]:
         """Returns the groups that the staleness invariant counts: all except evaluations."""
@@ -142,7 +147,7 @@ class LeaseBook:
             task_index=task_index,
             seed=seed,
             purpose=Purpose.TRAINING,
-            size=self.group_size,
+            size=self.group_sizes.of(environment),
             deadline_step=self._deadline(served_step),
             holder=holder,
         )
@@ -386,7 +391,7 @@ class LeaseBook:
             if not group.allowed:
                 finished = group.finished
                 record = records[group.group_id]
-                group = reopened(record, self.group_size, self._attempts_per_lease)
+                group = self._reopened(record)
                 group.refill(finished, finished)
             group.deadline_step = step
             self._keep(group)

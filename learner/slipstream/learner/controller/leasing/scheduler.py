@@ -304,7 +304,7 @@ class Scheduler:
         book = self._book
         environments = self._environments
         granted: list[Grant] = []
-        size = book.group_size
+        sizes = book.group_sizes
         episodes = book.episodes_by_environment()
         # The evaluation episodes that would start now if the queue had room.
         evaluated_soon = sum(
@@ -322,7 +322,7 @@ class Scheduler:
             entry = environments.entries.get(group.environment)
             return entry is not None and environments.may_run(entry, key, episodes, group.size)
 
-        while heap and -heap[0][0] >= size:
+        while heap and -heap[0][0] >= sizes.smallest:
             if len(granted) == limit:
                 return granted, None
             free, place, room = heap[0]
@@ -332,9 +332,16 @@ class Scheduler:
             old = entry = None
             if book.may_lease(step):
                 old = next((group for group in book.again if may_run(group, key)), None)
-                entry = environments.next_for(key, episodes, size)
+                entry = environments.next_for(key, episodes, sizes)
             if old is None and entry is None:
                 refused.add(step)
+                heapq.heappop(heap)
+                continue
+            name = entry.spec.name if entry is not None else ""
+            size = sizes.of(name if old is None else old.environment)
+            if size > -free:
+                # The server keeps its room until the next pass: smaller groups would take it again
+                # and again.
                 heapq.heappop(heap)
                 continue
             if size > num_episodes:

@@ -15,6 +15,7 @@ from pathlib import Path
 import grpc
 from google.protobuf import json_format
 from slipstream.core.errors import ProtocolError
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.section import REFERENCE_FORM
 from slipstream.core.settings.sections import EnvironmentSection
@@ -55,6 +56,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         self._book = books.leases
         self._journal = books.journal
         self._intake = intake
+        self._group_sizes = group_sizes_of(run.config)
         # Environments that the run itself starts, from the folder in which it looks for modules.
         self._folder = os.getcwd()
         self._own = environment_specs(run.config, search_path=self._folder)
@@ -288,7 +290,7 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
         return entry
 
     def _client_came(self, hello: pb.WorkerHello) -> str:
-        group_size = self._run.config.algorithm.group_size
+        group_size = self._group_sizes.of(hello.spec.name)
         problem = self._problem(hello.spec)
         if problem:
             return problem

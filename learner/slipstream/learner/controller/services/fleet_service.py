@@ -13,6 +13,7 @@ from contextlib import aclosing
 import grpc
 import grpc.aio
 from slipstream.core.errors import ConfigError, ProtocolError, check_server_id
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.types import ServerId
@@ -145,10 +146,8 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         reason = Reason.TOO_SMALL
         if problem := _impossible(hello):
             reason = Reason.PROTOCOL
-        elif hello.max_episodes < config.algorithm.group_size:
-            problem = (
-                f"room for {hello.max_episodes} episodes, a group has {config.algorithm.group_size}"
-            )
+        elif hello.max_episodes < (largest_group := group_sizes_of(config).largest):
+            problem = f"room for {hello.max_episodes} episodes, a group has {largest_group}"
         elif hello.max_model_len < config.sampling.max_episode_tokens:
             problem = (
                 f"room for {hello.max_model_len} tokens, an episode may have "

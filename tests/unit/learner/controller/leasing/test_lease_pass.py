@@ -85,13 +85,13 @@ class PlainScheduler(Scheduler):
         if not sessions:
             return LeaseWait.SERVER
         wait = LeaseWait.SLOTS
-        size = book.group_size
+        sizes = book.group_sizes
         episodes = book.episodes_by_environment()
         if not any(self._may_lease(session) for session in sessions):
             return LeaseWait.STALENESS
         for session in sessions:
             step = session.version.step
-            if self._room_of(session) < size:
+            if self._room_of(session) < sizes.smallest:
                 continue
             if not self._may_lease(session):
                 wait = max(wait, LeaseWait.STALENESS, key=ORDER.index)
@@ -105,9 +105,13 @@ class PlainScheduler(Scheduler):
                 ),
                 None,
             )
-            turn = environments.next_for(session.key, episodes, size)
+            turn = environments.next_for(session.key, episodes, sizes)
             if old is None and turn is None:
                 wait = max(wait, LeaseWait.ENVIRONMENT, key=ORDER.index)
+                continue
+            name = old.environment if old is not None else turn.spec.name
+            size = sizes.of(name)
+            if self._room_of(session) < size:
                 continue
             reserved = episodes.total() * self._largest_bytes
             free = self._config.queue.max_bytes - self._queue.waiting_bytes - reserved
@@ -147,13 +151,24 @@ class Both:
             "groups_per_step": self.number(1, 4),
             "max_staleness": self.number(0, 2),
         }
-        queue = {"max_bytes": self.number(13, 60) * 2240}
+        own_size = self.number(2, 4)
+        by_environment = {"environments": {"f": {"group_size": own_size}}}
+        extensions = {"by_environment": by_environment} if self.number(0, 1) else {}
+        of_batch = sizes["groups_per_step"] * max(sizes["group_size"], own_size)
+        queue = {"max_bytes": self.number(of_batch, 3 * of_batch) * 2240}
         self.journals = []
         self.rigs = []
         for name, kind in (("pass", Scheduler), ("plain", PlainScheduler)):
             journal = Journal(folder / name / "journal")
             self.journals.append(journal)
-            rig = Rig(folder / name, journal, kind, algorithm=sizes, queue=queue)
+            rig = Rig(
+                folder / name,
+                journal,
+                kind,
+                algorithm=sizes,
+                queue=queue,
+                extensions=extensions,
+            )
             rig.add_environment("f", 2.0)
             self.rigs.append(rig)
         step = self.number(0, 3)
@@ -198,7 +213,7 @@ class Both:
         version = self.number(max(0, step - 2), step)
         room = self.number(0, 12)
         loaded = self.random.choice([("e",), ("f",), ("e", "f"), ()])
-        member = self.number(0, 2)
+        member = self.number(0, 3)
         fate = self.number(0, 9)
         self.num_servers += 1
         for rig in self.rigs:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from slipstream.core import staleness
 from slipstream.core.errors import ProtocolError
+from slipstream.core.group_sizes import GroupSizes
 from slipstream.core.types import (
     MEASURED,
     Branch,
@@ -390,7 +391,11 @@ class EmptyBatches(LeaseBook):
 async def test_a_batch_that_is_being_written_is_not_missing(tmp_path: Path) -> None:
     run = run_of()
     book = EmptyBatches(
-        groups_per_step=1, group_size=1, max_staleness=1, num_steps=9, attempts_per_lease=1
+        groups_per_step=1,
+        group_sizes=GroupSizes(1),
+        max_staleness=1,
+        num_steps=9,
+        attempts_per_lease=1,
     )
     async with asyncio.TaskGroup() as tasks:
         with SlowJournal(tmp_path) as journal:
