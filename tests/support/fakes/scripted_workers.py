@@ -1,11 +1,13 @@
 """Workers of an environment without processes, which end where a script says so."""
 
 import asyncio
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import cast
 
 from slipstream.core.errors import EnvironmentFailed
+from slipstream.protocol.call_record import CallRecord
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.rollout_server.episodes.environments import HostedEnvironment
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerLimits
@@ -26,6 +28,13 @@ class ScriptedWorker(EnvironmentWorker):
         self._hosted = hosted
         self.table = CallTable(self._take)
         self._is_hung = False
+        self._hung_key = ""
+        self._process = self
+        self.look_s = hosted.look_s
+
+    def calls(self) -> CallRecord:
+        """The call that the worker does not answer."""
+        return CallRecord((self._hung_key,), self._hung_key, "script.py:1 in step")
 
     def _take(self, command: environment_pb2.WorkerCommand) -> None:
         asyncio.get_running_loop().call_soon(self._answer, command)
@@ -41,9 +50,12 @@ class ScriptedWorker(EnvironmentWorker):
             self._hosted.num_steps += 1
             if self._hosted.ends(self._hosted.num_steps, self.episodes[key]):
                 self._is_hung = True
+                self._hung_key = key
                 asyncio.get_running_loop().call_later(self._hosted.hang_s, self._end, key)
                 return
             answer.verdict.reward = 1.0
+        elif command.HasField("ping"):
+            answer.pong.SetInParent()
         self.table.answered(answer)
 
     def _end(self, key: str) -> None:
@@ -54,7 +66,9 @@ class ScriptedWorker(EnvironmentWorker):
         self._hosted.num_starts += 1
         await asyncio.sleep(START_S)
         loaded(environment_pb2.Loaded(num_tasks=1000))
+        watching = asyncio.create_task(self._watch_calls())
         await self._gone.wait()
+        watching.cancel()
         return EnvironmentFailed(1, CAUSE)
 
 
@@ -62,7 +76,8 @@ class ScriptedEnvironment(HostedEnvironment):
     """An environment of one worker, which ends at the steps for which `ends` is true.
 
     `ends` gets the number of the step, from 1 on, and its task. `tells` says whether an end shows
-    whose call was under way, and the worker answers nothing for `hang_s` seconds before it.
+    whose call was under way, and the worker answers nothing for `hang_s` seconds before it. Every
+    `look_s` seconds a worker looks whether a call holds up the others.
     """
 
     def __init__(
@@ -72,6 +87,7 @@ class ScriptedEnvironment(HostedEnvironment):
         tells: bool,
         lone_workers: int = 1,
         hang_s: float = 0.0,
+        look_s: float = math.inf,
     ) -> None:
         spec = environment_pb2.EnvironmentSpec(name="scripted", num_workers=1)
         self.reports: list[fleet_pb2.EnvironmentReport] = []
@@ -81,6 +97,7 @@ class ScriptedEnvironment(HostedEnvironment):
         self.ends = ends
         self.tells = tells
         self.hang_s = hang_s
+        self.look_s = look_s
         self.num_steps = self.num_starts = 0
 
     def _make(self, **_: object) -> ScriptedWorker:

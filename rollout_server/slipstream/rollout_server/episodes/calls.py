@@ -180,6 +180,8 @@ class StreamSession:
         try:
             answer = await self._table.call(command, timeout_s=self._timeout_s)
         except EnvironmentFailed as error:
+            if error.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER:
+                raise
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
                 self._was_judged = True
                 raise
@@ -257,6 +259,8 @@ class CallTable:
         self._send = send
         self._numbers = itertools.count(1) if numbers is None else numbers
         self._open: dict[int, Answers] = {}
+        # The episode of each open call, "" for none.
+        self._keys: dict[int, str] = {}
         # Why the stream has ended; None while it is open.
         self.failure: EnvironmentFailed | None = None
 
@@ -281,7 +285,7 @@ class CallTable:
                 f"no answer to {what} within {timeout_s:g} s{rule}",
             ) from None
         finally:
-            self._open.pop(command.call_id, None)
+            self._forget(command.call_id)
 
     def follow(self, command: environment_pb2.WorkerCommand) -> Answers:
         """Sends a command; returns the queue of its answer, or of an agent's calls and its result.
@@ -290,7 +294,9 @@ class CallTable:
         and later calls are dropped.
         """
         answers: Answers = asyncio.Queue(_MAX_WAITING_CALLS)
-        self._open[self.notify(command)] = answers
+        call_id = self.notify(command)
+        self._open[call_id] = answers
+        self._keys[call_id] = _episode_key(command)
         return answers
 
     def notify(self, command: environment_pb2.WorkerCommand) -> int:
@@ -308,8 +314,19 @@ class CallTable:
         """Passes an answer from the stream to its caller, or drops it if no caller waits."""
         if (answers := self._open.get(message.call_id)) is not None:
             if not message.HasField("agent_call"):
-                del self._open[message.call_id]
+                self._forget(message.call_id)
             _put(answers, message)
+
+    def fail_beside(self, episode_key: str, failure: EnvironmentFailed) -> None:
+        """Fails the open calls of all other episodes; the stream stays, and later calls pass."""
+        others = [call for call, key in self._keys.items() if key and key != episode_key]
+        for call_id in others:
+            _put(self._open[call_id], EnvironmentFailed(failure.kind, str(failure)))
+            self._forget(call_id)
+
+    def _forget(self, call_id: int) -> None:
+        self._open.pop(call_id, None)
+        self._keys.pop(call_id, None)
 
     def end(self, kind: trajectory_pb2.FailureKind, message: str) -> None:
         """Fails every open and every later call, because the stream has ended."""
@@ -318,6 +335,14 @@ class CallTable:
         self.failure = EnvironmentFailed(kind, message)
         for answers in self._open.values():
             _put(answers, EnvironmentFailed(kind, message))
+
+
+def _episode_key(command: environment_pb2.WorkerCommand) -> str:
+    """Returns the episode that a command is of; "" for a ping, which looks at the worker."""
+    name = command.WhichOneof("command")
+    if name is None or name == "ping":
+        return ""
+    return getattr(getattr(command, name), "episode_key", "")
 
 
 def checked(

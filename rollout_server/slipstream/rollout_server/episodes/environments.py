@@ -31,6 +31,8 @@ _MAX_BACKOFF_S = 5.0
 _LONE_PING_S = 1.0
 # Most workers of an environment beside `num_workers` that episodes share.
 _MAX_FURTHER_WORKERS = 4
+# Most workers that take the places of those that a call holds up.
+_MAX_HELD_UP_WORKERS = 8
 Report = Callable[[fleet_pb2.EnvironmentReport], None]
 
 
@@ -51,8 +53,11 @@ class HostedEnvironment:
         self._lone_indices = list(range(self._num_workers, self._num_workers + num_lone))
         # Numbers of the further workers that may be started, and whether one is.
         first_further = self._num_workers + num_lone
-        num_further = min(num_lone, _MAX_FURTHER_WORKERS)
+        self._most_further = min(num_lone, _MAX_FURTHER_WORKERS)
+        num_further = self._most_further + _MAX_HELD_UP_WORKERS
         self._further_indices = list(range(first_further, first_further + num_further))
+        # How many of them run or start.
+        self._num_further = 0
         self._is_starting_further = False
         # Tasks of which an episode has such a worker.
         self._in_lone_workers: set[int] = set()
@@ -95,7 +100,7 @@ class HostedEnvironment:
             async with self._first:
                 while not self._suspects.runs_alone(task_index):
                     self._check_open(task_index)
-                    takers = [worker for worker in self._ready if worker.table.failure is None]
+                    takers = [worker for worker in self._ready if worker.takes_episodes]
                     worker = min(takers, key=lambda w: len(w.episodes), default=None)
                     if worker is not None and len(worker.episodes) < self._suspects.most_together:
                         return worker.open(
@@ -210,9 +215,16 @@ class HostedEnvironment:
             self._publish(fleet_pb2.EnvironmentReport(failure=cause))
 
     def _start_further_worker(self) -> None:
-        """Starts another worker that episodes share, one at a time, if any is left to start."""
-        if self._further_indices and self._has_loaded and not self._is_starting_further:
+        """Starts another worker that episodes share, one at a time, if any is left to start.
+
+        A worker that a call holds up has another one in its place.
+        """
+        num_held_up = sum(worker.is_held_up for worker in self._ready)
+        if self._num_further - num_held_up >= self._most_further or not self._further_indices:
+            return
+        if self._has_loaded and not self._is_starting_further:
             self._is_starting_further = True
+            self._num_further += 1
             self._group.create_task(self._run_further_worker(self._further_indices.pop()))
 
     async def _run_further_worker(self, index: int) -> None:
@@ -229,6 +241,7 @@ class HostedEnvironment:
             if worker in self._ready:
                 self._ready.remove(worker)
                 self._further_indices.append(index)
+                self._num_further -= 1
             self._is_starting_further = False
             self._changed.set()
         log.warning("environment %s, worker %d: %s", self.spec.name, index, cause)

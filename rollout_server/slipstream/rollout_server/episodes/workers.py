@@ -45,6 +45,10 @@ MAX_LOST_WORKERS = 2
 MAX_SUSPECTED = 8
 # Seconds for which a task is set aside that ended a worker of its own: its group is over by then.
 SET_ASIDE_S = 60.0
+# After an end of a worker: seconds between two looks whether a call holds up the others of its
+# worker, and the part of the environment's limit for which it may.
+LOOK_S = 1.0
+_HELD_UP_PART = 0.2
 # After the end of a worker, 1 / `_NARROWING` of its episodes may share one.
 _NARROWING = 4
 
@@ -76,6 +80,7 @@ class EnvironmentWorker:
         self._try_reset = try_reset
         self._is_warm = is_warm
         self.ping_s = PING_S
+        self.look_s = LOOK_S
         self._stream, self._gone = WorkerStream(), asyncio.Event()
         self.table = self._stream.table
         self._process: WorkerProcess
@@ -83,6 +88,8 @@ class EnvironmentWorker:
         self._log: tuple[Path, int]
         # Open episodes by key, and the task of each.
         self.episodes: dict[str, int] = {}
+        # Whether one call keeps the worker from answering those of other episodes.
+        self.is_held_up = False
         # Why the server ended the worker, and the episode that blocked it, "" if unknown.
         self._hang: EnvironmentFailed | None = None
         self._culprit = ""
@@ -91,6 +98,11 @@ class EnvironmentWorker:
     def was_killed(self) -> bool:
         """Whether a signal has ended the process; False until `run` has returned."""
         return self._gone.is_set() and self._process.was_killed
+
+    @property
+    def takes_episodes(self) -> bool:
+        """Whether an episode may begin here: the worker has not ended, and no call holds it up."""
+        return self.table.failure is None and not self.is_held_up
 
     def open(
         self,
@@ -139,7 +151,7 @@ class EnvironmentWorker:
             return EnvironmentFailed(trajectory_pb2.FAILURE_KIND_INFRASTRUCTURE, cause)
         try:
             async with asyncio.TaskGroup() as group:
-                waits = (self._watch_exit(), self._watch_stream())
+                waits = (self._watch_exit(), self._watch_stream(), self._watch_calls())
                 watches = [group.create_task(wait) for wait in waits]
                 try:
                     return await self._serve(loaded)
@@ -263,6 +275,35 @@ class EnvironmentWorker:
         await asyncio.sleep(_STOP_LIMIT_S)
         self._process.end()
 
+    async def _watch_calls(self) -> None:
+        """Lets episodes go elsewhere while a call of another one holds up their worker.
+
+        Does so only after an end of a worker: such an environment may hang, while others are slow.
+        """
+        limit_s = max(self.look_s, _HELD_UP_PART * self._spec.timeout_s)
+        while self.table.failure is None:
+            await asyncio.sleep(self.look_s)
+            if len(self.episodes) < 2 or math.isinf(self._suspects.most_together):
+                self.is_held_up = self.is_held_up and len(self.episodes) > 0
+                continue
+            ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand())
+            try:
+                await self.table.call(ping, timeout_s=limit_s)
+            except EnvironmentFailed as error:
+                if error.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT:
+                    self._let_others_go()
+            else:
+                self.is_held_up = False
+
+    def _let_others_go(self) -> None:
+        calls = self._process.calls()
+        if calls.current not in self.episodes:
+            return
+        self.is_held_up = True
+        cause = f"another episode holds up its worker ({calls.place})"
+        failure = EnvironmentFailed(trajectory_pb2.FAILURE_KIND_BYSTANDER, cause)
+        self.table.fail_beside(calls.current, failure)
+
     async def _examine(self, key: str, late: EnvironmentFailed) -> EnvironmentFailed:
         """Returns the error to raise for the timeout `late`; it says which code hangs, if known.
 
@@ -271,7 +312,9 @@ class EnvironmentWorker:
         """
         ping = environment_pb2.WorkerCommand(ping=environment_pb2.PingCommand(episode_key=key))
         try:
-            answer = await self.table.call(ping, timeout_s=self.ping_s)
+            # A worker that is held up was asked before.
+            limit_s = min(self.ping_s, self.look_s) if self.is_held_up else self.ping_s
+            answer = await self.table.call(ping, timeout_s=limit_s)
         except EnvironmentFailed as error:
             if error.kind != trajectory_pb2.FAILURE_KIND_TIMEOUT:
                 # The worker ended meanwhile: another episode may have found that this one hangs it.

@@ -153,3 +153,45 @@ async def test_a_group_that_no_message_holds_is_refused_before_it_is_sent(
         await stream.session.judge_group([episode, episode])
     assert message in str(fault.value)
     assert stream.sent == []
+
+
+async def test_calls_beside_an_episode_fail_and_its_own_and_pings_stay_open() -> None:
+    sent: list[pb.WorkerCommand] = []
+    table = CallTable(sent.append)
+    own = table.follow(pb.WorkerCommand(step={"episode_key": "a"}))
+    other = table.follow(pb.WorkerCommand(step={"episode_key": "b"}))
+    agent = table.follow(pb.WorkerCommand(follow_agent={"episode_key": "c"}))
+    ping = table.follow(pb.WorkerCommand(ping={"episode_key": "b"}))
+    load = table.follow(pb.WorkerCommand(load={}))
+    bystander = EnvironmentFailed(trajectory_pb2.FAILURE_KIND_BYSTANDER, "held up")
+    table.fail_beside("a", bystander)
+    assert not agent.empty()
+    for waiting in (own, ping, load):
+        assert waiting.empty()
+    failure = other.get_nowait()
+    assert str(failure) == "held up"
+    assert failure.kind == bystander.kind
+    # An answer that comes too late is dropped, and later calls pass.
+    late_id = sent[1].call_id
+    table.answered(pb.WorkerMessage(call_id=late_id))
+    assert other.empty()
+    later = table.follow(pb.WorkerCommand(step={"episode_key": "b"}))
+    later_id = sent[-1].call_id
+    table.answered(pb.WorkerMessage(call_id=later_id))
+    assert not later.empty()
+
+
+@pytest.mark.parametrize("kind", [trajectory_pb2.FAILURE_KIND_BYSTANDER, LOST])
+async def test_an_episode_that_another_one_holds_up_was_not_judged(kind: int) -> None:
+    sent: list[pb.WorkerCommand] = []
+    judged: list[bool] = []
+    table = CallTable(sent.append)
+    session = StreamSession(table, "b", LIMIT_S, on_close=judged.append)
+    waiting = asyncio.ensure_future(session.step("x", truncated=False))
+    await asyncio.sleep(0)
+    failure = EnvironmentFailed(kind, "held up")
+    table.fail_beside("a", failure)
+    with pytest.raises(EnvironmentFailed, match="^held up$"):
+        await waiting
+    session.close()
+    assert judged == [kind == LOST]

@@ -251,6 +251,34 @@ async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> No
         session.close()
 
 
+async def test_who_shares_a_worker_with_a_call_that_blocks_it_goes_elsewhere_after_an_end(
+    hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workers, "LOOK_S", 0.3)
+    await hosted.loaded("Stuck", timeout_s=1.0)
+    environment = hosted.environments._hosted["Stuck"][0]
+    environment._suspects.most_together = 4
+    stuck = await hosted.open("Stuck", "stuck", 0)
+    beside = await hosted.begun("Stuck", "beside", 1)
+    blocking = asyncio.create_task(stuck.reset(0, 0))
+    with pytest.raises(
+        EnvironmentFailed,
+        match=r"^another episode holds up its worker \(odd_environments.py:\d+ in reset\)$",
+    ) as raised:
+        while True:
+            await beside.step("x", truncated=False)
+    assert raised.value.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER
+    beside.close()
+    elsewhere = await hosted.begun("Stuck", "elsewhere", 1)
+    assert elsewhere._table is not stuck._table
+    # The call itself has its whole limit, and its worker is left to it.
+    assert not blocking.done()
+    assert not stuck._table.failure
+    blocking.cancel()
+    for session in (stuck, elsewhere):
+        session.close()
+
+
 @pytest.mark.long
 async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(hosted):
     await hosted.loaded("Exiting")
