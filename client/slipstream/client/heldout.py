@@ -31,6 +31,7 @@ REPLY_CHARACTERS = 22
 class Comparison:
     """A held-out prompt with a reply of the first round, one of the newest, and the right one."""
 
+    evaluation: str
     prompt: str
     first_version: int
     first_reply: str
@@ -104,6 +105,7 @@ def compared(folder: Path, special: Collection[str]) -> Iterator[Comparison]:
         earlier = first[place]
         if _version(earlier) < _version(row) == last_version:
             yield Comparison(
+                evaluation=place[0],
                 prompt=_text(row, "prompt", special),
                 first_version=_version(earlier),
                 first_reply=_text(earlier, "reply", special),

@@ -178,22 +178,49 @@ def _tables(setting: str) -> list[str]:
 def _environments(settings: Mapping[str, JsonValue]) -> dict[str, dict[str, JsonValue]]:
     """Returns a colour's number for each environment and evaluation of a run, by name.
 
-    An evaluation has the colour of the first environment that is of its class.
+    An evaluation has the colour of the environment that it resembles most.
     """
-    colours: dict[JsonValue, int] = {}
-    environments: dict[str, dict[str, JsonValue]] = {}
-    for table in ("environments", "evaluations"):
-        for place in itertools.count():
-            name = settings.get(f"{table}.{place}.name")
-            if not isinstance(name, str):
-                break
-            reference = settings.get(f"{table}.{place}.reference")
-            colour = len(environments)
-            if table == "evaluations":
-                colour = colours.get(reference, colour)
-            colours.setdefault(reference, colour)
-            environments[name] = {"colour": colour, "heldout": table == "evaluations"}
+    trained = _played(settings, "environments")
+    evaluations = _played(settings, "evaluations")
+    numbers = {name: number for number, name in enumerate(trained)}
+    environments: dict[str, dict[str, JsonValue]] = {
+        name: {"colour": number, "heldout": False} for name, number in numbers.items()
+    }
+    for name, values in evaluations.items():
+        same_class = [
+            other for other in trained if trained[other].get("reference") == values.get("reference")
+        ]
+        alike = max(
+            same_class,
+            key=lambda other: (
+                len(trained[other].items() & values.items()),
+                name.startswith(other),
+                len(os.path.commonprefix([other, name])),
+            ),
+            default=None,
+        )
+        colour = len(environments) if alike is None else numbers[alike]
+        environments[name] = {"colour": colour, "heldout": True}
     return environments
+
+
+def _played(settings: Mapping[str, JsonValue], table: str) -> dict[str, dict[str, str]]:
+    """Returns the class and the arguments of each entry of a table, as texts, by its name."""
+    played: dict[str, dict[str, str]] = {}
+    for place in itertools.count():
+        prefix = f"{table}.{place}."
+        name = settings.get(f"{prefix}name")
+        if not isinstance(name, str):
+            break
+        own = {
+            key.removeprefix(prefix): str(value)
+            for key, value in settings.items()
+            if key.startswith(prefix)
+        }
+        played[name] = {
+            key: text for key, text in own.items() if key == "reference" or key.startswith("args.")
+        }
+    return played
 
 
 def _with_short_texts(rows: Sequence[JsonValue], special: Sequence[str]) -> list[JsonValue]:

@@ -144,10 +144,19 @@ def test_an_environment_and_its_evaluations_share_a_colour(tmp_path: Path) -> No
     folder = a_run(
         tmp_path / "run",
         run={"steps": 150},
-        environments=[environment("letters", "Letters"), environment("boxes", "Boxes")],
+        environments=[
+            environment("letters", "Letters"),
+            environment("boxes", "Boxes", args={"size": 2}),
+            environment("boxes-hard", "Boxes", args={"size": 9}),
+            environment("letters-hel", "Letters"),
+        ],
         evaluations=[
             environment("boxes-heldout", "Boxes", num_episodes=4),
             environment("sums", "Sums", num_episodes=4),
+            environment(
+                "boxes-hard-heldout", "Boxes", num_episodes=4, args={"size": 9, "split": 1}
+            ),
+            environment("letters-heldout", "Letters", num_episodes=4),
         ],
     )
     (run,) = page_of(folder)["runs"]
@@ -155,8 +164,12 @@ def test_an_environment_and_its_evaluations_share_a_colour(tmp_path: Path) -> No
     assert run["environments"] == {
         "letters": {"colour": 0, "heldout": False},
         "boxes": {"colour": 1, "heldout": False},
+        "boxes-hard": {"colour": 2, "heldout": False},
+        "letters-hel": {"colour": 3, "heldout": False},
         "boxes-heldout": {"colour": 1, "heldout": True},
-        "sums": {"colour": 3, "heldout": True},
+        "sums": {"colour": 5, "heldout": True},
+        "boxes-hard-heldout": {"colour": 2, "heldout": True},
+        "letters-heldout": {"colour": 3, "heldout": True},
     }
 
 
