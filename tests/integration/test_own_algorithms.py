@@ -45,6 +45,17 @@ SETTINGS: dict[str, dict[str, object]] = {
     "covariance": {"algorithm__loss": "covariance:kl_cov", "algorithm__mini_batches": 4},
     "m2po": {"algorithm__weight": "m2po:weight", "algorithm__loss": "reinforce"},
     "maxrl": {"algorithm__advantage": "maxrl:advantage"},
+    "gdpo": {
+        "algorithm__advantage": "gdpo:advantage",
+        "algorithm__advantage_args": {"metrics": ["right"]},
+    },
+    "vespo": {"algorithm__weight": "vespo:weight", "algorithm__loss": "reinforce"},
+    "oapl": {
+        "algorithm__advantage": "oapl:advantage",
+        "algorithm__loss": "oapl:loss",
+        "algorithm__aggregation": "fixed",
+        "algorithm__weight": "none",
+    },
     "gigpo": {"algorithm__advantage": "gigpo:advantage"},
     "alp": {"algorithm__reward": "alp:reward", "sampling__max_reply_tokens": 8},
     # Later the task is solved so often that the filter leaves out too many groups.
