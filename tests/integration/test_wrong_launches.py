@@ -332,6 +332,15 @@ def test_a_full_disk_is_named(site: Site) -> None:
     check_refused(result, "disk: 0.00 GiB are free for", "0.06 GiB must be free: make room, or")
 
 
+def test_a_full_disk_is_named_before_functions_are_loaded(site: Site) -> None:
+    (site.folder / "slow_loss.py").write_text('raise SystemExit("this module was loaded")\n')
+    loss = "algorithm.loss=slow_loss:loss"
+    check_refused(run_command(*FIRST, loss, cwd=site.folder), "this module was loaded")
+    with small_disk(site.folder / "disk", "size=1m") as disk:
+        result = run_command(*FIRST, loss, f'run.dir="{disk}"', cwd=site.folder)
+    check_refused(result, "disk: 0.00 GiB are free for", "0.06 GiB must be free: make room, or")
+
+
 def test_shared_memory_that_is_too_small_for_gpus_is_named(site, monkeypatch):
     scene = Scene(load_config(Path("config.toml")), CONTROLLER)
     monkeypatch.setattr(machine, "uses_gpus", lambda: True)

@@ -42,6 +42,8 @@ class Check:
     of_machine: bool = False
     # Whether a command that starts something says what was seen.
     is_told: bool = False
+    # Whether it starts a program, which takes seconds: quick checks are made before it.
+    starts_program: bool = False
     # The area behind which the check of an extension is made; it is otherwise the last one.
     after: str = ""
 

@@ -95,22 +95,26 @@ def all_checks(scene: Scene) -> list[Check]:
     return checks
 
 
-async def require(scene: Scene, stage: Stage, facts: list[str] | None = None) -> list[str]:
-    """Makes the checks of `stage` that the scene's parts need; raises ConfigError for a problem.
+async def require(scene: Scene, *stages: Stage, facts: list[str] | None = None) -> list[str]:
+    """Makes the checks of `stages` that the scene's parts need; raises ConfigError for a problem.
 
-    A dry run goes on where this machine lacks something; it is returned. `facts` gets what
+    Those that start no program come first, whatever their stage: a full disk is no news after a
+    minute. A dry run goes on where this machine lacks something; it is returned. `facts` gets what
     commands say of a run that may start.
     """
     lacking = []
-    for check in all_checks(scene):
-        if check.stage is stage and check.needs & scene.parts:
-            for finding in await check.found(scene):
-                if check.is_told and facts is not None:
-                    facts.append(finding.seen)
-                if finding.verdict is Verdict.PROBLEM:
-                    lacking.append(f"{finding.area}: {finding.seen}: {finding.remedy}")
-                    if not (scene.dry_run and check.of_machine):
-                        raise ConfigError(lacking[-1])
+    checks = [check for check in all_checks(scene) if check.stage in stages]
+    checks.sort(key=lambda check: check.starts_program)
+    for check in checks:
+        if not check.needs & scene.parts:
+            continue
+        for finding in await check.found(scene):
+            if check.is_told and facts is not None:
+                facts.append(finding.seen)
+            if finding.verdict is Verdict.PROBLEM:
+                lacking.append(f"{finding.area}: {finding.seen}: {finding.remedy}")
+                if not (scene.dry_run and check.of_machine):
+                    raise ConfigError(lacking[-1])
     return lacking
 
 
@@ -353,17 +357,31 @@ CHECKS = (
     Check("packages", Stage.SETTINGS, ANY, machine.check_packages, of_machine=True),
     Check("tracking", Stage.SETTINGS, CONTROLLER, lambda s: check_trackers(s.config.tracking)),
     Check("engine", Stage.SETTINGS, SERVER, fit.check_engine),
-    Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, preflight.check_vllm),
-    Check("algorithm", Stage.SETTINGS, ANY - SERVER - {"export"}, preflight.check_functions),
-    Check("for Megatron", Stage.SETTINGS, LEARNER, preflight.check_megatron),
+    Check("for vLLM", Stage.SETTINGS, WHOLE_RUN, preflight.check_vllm, starts_program=True),
+    Check(
+        "algorithm",
+        Stage.SETTINGS,
+        ANY - SERVER - {"export"},
+        preflight.check_functions,
+        starts_program=True,
+    ),
+    Check("for Megatron", Stage.SETTINGS, LEARNER, preflight.check_megatron, starts_program=True),
     Check(
         "ends of replies",
         Stage.SETTINGS,
         CONTROLLER | {"export"},
         preflight.check_reply_ends,
         is_told=True,
+        starts_program=True,
     ),
-    Check("imports", Stage.PLACE, SERVER, machine.check_companions, of_machine=True),
+    Check(
+        "imports",
+        Stage.PLACE,
+        SERVER,
+        machine.check_companions,
+        of_machine=True,
+        starts_program=True,
+    ),
     Check(
         "environment", Stage.PLACE, CONTROLLER | SERVER, preflight.check_modules, of_machine=True
     ),

@@ -369,7 +369,7 @@ async def run_export(folder: Path, step: int | None, out: Path | None) -> int:
     path = run_folder.settings_of(folder)
     config = of_policy(load_config(path))
     facts: list[str] = []
-    await require(Scene(config, frozenset({"export"})), Stage.SETTINGS, facts)
+    await require(Scene(config, frozenset({"export"})), Stage.SETTINGS, facts=facts)
     version = run_folder.version_to_export(folder, step)
     target = out or folder / CHECKPOINTS / f"hf-{version:06d}"
     written = target.with_name(f"{target.name}-adapters") if config.lora.adapters else target
@@ -446,18 +446,22 @@ async def _may_start(scene: Scene, facts: list[str]) -> bool:
     Returns whether the command goes on, and adds to `facts` what it says once it starts. Raises
     SlipstreamError if nothing could start here.
     """
-    obstacles = await require(scene, Stage.SETTINGS, facts)
+    if not scene.dry_run:
+        await require(scene, Stage.SETTINGS, Stage.PLACE, facts=facts)
+        warn_unproved(scene)
+        return True
+    obstacles = await require(scene, Stage.SETTINGS, facts=facts)
     warn_unproved(scene)
-    if scene.dry_run:
-        for fact in facts:
-            say(f"# {fact}")
-        text, lacks = describe_dry_run(scene.config, scene.share)
-        say(text.rstrip("\n"), as_it_is=True)
-        obstacles += lacks
-    if obstacles := [*obstacles, *await require(scene, Stage.PLACE)]:
+    for fact in facts:
+        say(f"# {fact}")
+    text, lacks = describe_dry_run(scene.config, scene.share)
+    say(text.rstrip("\n"), as_it_is=True)
+    obstacles += lacks
+    obstacles += await require(scene, Stage.PLACE)
+    if obstacles:
         lacking = "; ".join(obstacles)
         raise SlipstreamError(f"the settings are right, but nothing can start here: {lacking}")
-    return not scene.dry_run
+    return False
 
 
 def describe_dry_run(config: Config, share: Share) -> tuple[str, tuple[str, ...]]:

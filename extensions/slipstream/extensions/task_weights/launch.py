@@ -16,4 +16,13 @@ async def check_task_weights(scene: Scene) -> str:
     return "; ".join(facts)
 
 
-CHECKS = (Check("task weights", Stage.SETTINGS, CONTROLLER, check_task_weights, after="algorithm"),)
+CHECKS = (
+    Check(
+        "task weights",
+        Stage.SETTINGS,
+        CONTROLLER,
+        check_task_weights,
+        starts_program=True,
+        after="algorithm",
+    ),
+)
