@@ -27,6 +27,15 @@ OTHER = {
     "learning_rate": 2e-3,
     "mini_batches": 2,
 }
+# Each makes another step of the same batches, and none changes what is sampled.
+SINGLE = {
+    "algorithm.mini_batches": 2,
+    "algorithm.advantage": "rloo",
+    "algorithm.weight": "sequence",
+    "algorithm.epochs": 2,
+    "algorithm.entropy_coefficient": 0.01,
+    "learner.weight_decay": 0.1,
+}
 OTHER_OPTIONS = [f"--other=algorithm.{name}={value}" for name, value in OTHER.items()]
 OTHER_RATE = "algorithm.learning_rate=2e-3"
 RECORDED_RATE = "algorithm.learning_rate=1e-3"
@@ -47,6 +56,11 @@ JOBS = [
     job("record", "run", {}, False),
     job("record", "other", OTHER, False),
     job("record", "poisoned", {}, True),
+    *(job("record", name, {}, False, {name: value}) for name, value in SINGLE.items()),
+    *(
+        job("replay", "run", [f"--other={name}={value}"], f"what if {name}")
+        for name, value in SINGLE.items()
+    ),
     job("replay", "run", ["--from=3"], "replayed"),
     job("replay", "run", ["--from=1", *OTHER_OPTIONS], "compared"),
     job("replay", "run", ["--from=3", "--to=3", f"--other={OTHER_RATE}"], "tail"),
@@ -109,6 +123,14 @@ def test_other_settings_give_the_weights_of_a_run_that_had_them(folder: Path) ->
     assert answer.code == 0
     assert answer.digests == [f"{digest}  by the other settings" for digest in digests]
     assert not any("the run's own settings give" in line for line in answer.lines)
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_one_other_setting_gives_the_weights_of_a_run_that_had_it(folder: Path, name: str) -> None:
+    answer = answer_of(folder, f"what if {name}")
+    digests = digests_of(folder, name)
+    assert digests != digests_of(folder, "run")
+    assert answer.digests == [f"{digest}  by the other settings" for digest in digests]
 
 
 def test_each_step_shows_its_change_and_its_metrics_beside_the_original(folder: Path) -> None:

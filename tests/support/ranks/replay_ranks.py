@@ -9,7 +9,9 @@ import dataclasses
 import io
 import json
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from slipstream.core.configuration.config_file import dump_config, parse_config
@@ -34,8 +36,14 @@ POISONED_GROUP = 21
 POISONED_MEMBER = 1
 
 
-def config_of(model: Path, run: Path, algorithm: dict[str, object]) -> Config:
-    settings: dict[str, object] = {
+def config_of(
+    model: Path,
+    run: Path,
+    algorithm: dict[str, object],
+    others: Mapping[str, object],
+) -> Config:
+    """Settings of a recorded run; `others` have the names of their tables before a dot."""
+    settings: dict[str, Any] = {
         "run": {"name": run.name, "steps": STEPS, "dir": str(run.parent)},
         "model": {"path": str(model), "dtype": "float32"},
         "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24},
@@ -49,6 +57,9 @@ def config_of(model: Path, run: Path, algorithm: dict[str, object]) -> Config:
         "learning_rate": 1e-3,
         **algorithm,
     }
+    for name, value in others.items():
+        table, _, key = name.partition(".")
+        settings[table][key] = value
     return parse_config(settings, source="test")
 
 
@@ -83,8 +94,11 @@ def recorded_batch(step: int, *, is_poisoned: bool) -> Batch:
     return dataclasses.replace(batch, trajectories=tuple(trajectories))
 
 
-def record(model: Path, run: Path, algorithm: dict[str, object], *, is_poisoned: bool) -> None:
-    """Trains a run's batches and leaves what a controller and a trainer would leave of it."""
+def record(config: Config, batches: Iterable[Batch]) -> None:
+    """Trains batches and leaves what a controller and a trainer would leave of a run in its folder.
+
+    The groups of each batch have the names of leases.
+    """
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.opening import open_policy
@@ -92,7 +106,7 @@ def record(model: Path, run: Path, algorithm: dict[str, object], *, is_poisoned:
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.publish import open_published
 
-    config = config_of(model, run, algorithm)
+    run = config.run_dir
     policy = open_policy(config, Launch.from_environment())
     training = TrainingStep(policy, config)
     checkpointer = Checkpointer(config, policy.ranks, stored_policy(policy))
@@ -107,17 +121,17 @@ def record(model: Path, run: Path, algorithm: dict[str, object], *, is_poisoned:
             unix_s=1.0,
         )
         journal.append(start)
-        for step in range(STEPS):
-            batch = recorded_batch(step, is_poisoned=is_poisoned)
+        num_leases = 0
+        for step, batch in enumerate(batches):
             result = training.run(batch)
             digest = published.digests().identity
             version = PolicyVersion(0, step + 1)
             checkpointer.save(version, digest)
-            for number, group in enumerate(dict.fromkeys(batch.group_ids)):
+            for group in dict.fromkeys(batch.group_ids):
                 lease = kinds.Lease(
                     group=group,
                     environment="letters",
-                    number=NUM_GROUPS * step + number,
+                    number=num_leases,
                     task=0,
                     seed=0,
                     server="s",
@@ -125,6 +139,7 @@ def record(model: Path, run: Path, algorithm: dict[str, object], *, is_poisoned:
                     deadline=step,
                 )
                 journal.append(lease)
+                num_leases += 1
             order = batch_order(batch)[0]
             message = trainer_pb2.RecordedBatch(
                 header=order.batch,
@@ -160,10 +175,12 @@ def command(module: str, arguments: list[str], output: Path) -> None:
 def run_rank(folder: Path, job: str) -> None:
     kind, *arguments = json.loads(job)
     if kind == "record":
-        name, algorithm, is_poisoned = arguments
+        name, algorithm, is_poisoned, *others = arguments
         run = folder / name
         run.mkdir()
-        record(folder / "model", run, algorithm, is_poisoned=is_poisoned)
+        batches = [recorded_batch(step, is_poisoned=is_poisoned) for step in range(STEPS)]
+        config = config_of(folder / "model", run, algorithm, *others or [{}])
+        record(config, batches)
         return
     name, options, output = arguments
     config = folder / name / CONFIG

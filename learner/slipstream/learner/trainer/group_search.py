@@ -117,7 +117,7 @@ class GroupSearch:
         return Culprit(
             place=place,
             value=last.value,
-            prominence=self._prominence(place, baseline - last.value, deviations),
+            prominence=self._prominence(place, baseline, last.value, deviations),
             num_trials=len(deviations),
         )
 
@@ -177,17 +177,23 @@ class GroupSearch:
     def _prominence(
         self,
         place: int,
-        excess: float,
+        baseline: float,
+        without: float,
         deviations: Sequence[Deviation],
     ) -> float:
         """Returns the culprit's part of the metric in spreads of the others'; NaN without trials.
 
-        The metric is taken as a mean of parts, or as their largest, whichever fits better.
+        The metric is taken as a mean of parts, or as their largest, whichever fits better. Some
+        part is always the largest, and trials that leave it where it is show no spread. So the
+        spread is then taken as no less than a share of what the others reach.
         """
         if not deviations:
             return math.nan
         from_mean = math.hypot(*(deviation.from_mean for deviation in deviations))
         from_largest = math.hypot(*(deviation.from_largest for deviation in deviations))
+        size = self.batches.count(self.batches[place])
         spread = min(from_mean, from_largest) / math.sqrt(len(deviations))
-        part = self.batches.count(self.batches[place]) * abs(excess)
+        if from_largest <= from_mean:
+            spread = max(spread, size * abs(without) / STANDS_OUT)
+        part = size * abs(baseline - without)
         return part / spread if spread else math.inf

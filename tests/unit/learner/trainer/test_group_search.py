@@ -89,6 +89,16 @@ def test_the_largest_of_all_parts_is_found_in_a_metric_that_takes_the_largest() 
     assert culprit.stands_out
 
 
+@pytest.mark.parametrize("case", range(10))
+def test_the_largest_of_many_alike_does_not_stand_out(case: int) -> None:
+    random = np.random.default_rng(case)
+    parts = np.exp(0.3 * random.normal(0.0, 1.0, 1000))
+    search = search_among(parts, float(parts.max()) * (1 - 1e-6), np.max)
+    culprit = search.culprit()
+    assert culprit.place == parts.argmax()
+    assert not culprit.stands_out
+
+
 def test_two_poisoned_groups_are_not_taken_for_one() -> None:
     parts = np.zeros(16)
     parts[3] = 100.0
