@@ -43,6 +43,8 @@ HELDOUT = "heldout.jsonl"
 RESULT_FILES = (METRICS, SAMPLES, GROUPS, HELDOUT)
 # Bytes of such a digest.
 FILE_DIGEST_BYTES = 16
+# The folder of the answered calls of agents' open episodes.
+CALLS = "calls"
 # The folder of weights that rollout servers fetched from storage, with a folder for each server.
 FETCHED = "fetched"
 # The folder of the logs; `log_path` says how one is named.

@@ -29,6 +29,12 @@ IGNORED = "ignored/"
 DROPPED_METRICS = "dropped_metrics"
 # Metric with the number of replies of an episode that stopped at no end of a reply.
 WITHOUT_END = "replies_without_end"
+# Metrics with the numbers of an agent's calls, and of their sampled tokens, that were answered from
+# the record of an attempt that was lost; and of recorded calls that the program did not ask for
+# again.
+RECOVERED_CALLS = "recovered_calls"
+RECOVERED_TOKENS = "recovered_tokens"
+UNASKED_CALLS = "unasked_calls"
 # Largest number of an environment's metrics in a trajectory, and of a run's own ones there; and the
 # largest number of characters and bytes in a metric's name.
 MAX_METRICS = 16

@@ -1,10 +1,12 @@
 """What a part of a rollout server may do for its episodes, its weights and those who watch it."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Protocol
 
+import grpc.aio
+from slipstream.rollout_server.agents.call_records import CallRecords
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.play import References
 from slipstream.v1 import fleet_pb2
@@ -50,6 +52,21 @@ class ServerPart:
         Its tasks run in `group`. None if the part fetches none.
         """
         return None
+
+    def call_records(
+        self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]]
+    ) -> CallRecords | None:
+        """Returns what keeps the answered calls of agents; None if the part keeps none.
+
+        Called once; `metadata` goes with each call to the controller by `channel`.
+        """
+        return None
+
+    async def before_join(self) -> None:
+        """Sends the controller what it must have before it leases to this server again.
+
+        Raises AioRpcError while the controller is away; the server then tries again.
+        """
 
     def worker_variables(self) -> Mapping[str, str]:
         """Returns variables for each worker of environments; asked inside `beside`."""

@@ -133,10 +133,12 @@ class RolloutServer:
                 )
                 references = [part.references() for part in self._parts]
                 reference = next(filter(None, references), None)
+                records = [part.call_records(channel, self._metadata) for part in self._parts]
                 services = EpisodeServices(
                     self._model,
                     environments,
                     reference,
+                    next(filter(None, records), None),
                     refused_agents=lambda: sum(part.refused_agents() for part in self._parts),
                 )
                 watches = [
@@ -226,11 +228,14 @@ class RolloutServer:
             greeting = hello(self._server_id, epoch, self._config, engine, process=self._process)
             greeting.undelivered.extend(undelivered[:MAX_UNDELIVERED])
             self._outbox.put_nowait(fleet_pb2.ServerMessage(hello=greeting))
-            call = fleet_pb2_grpc.FleetServiceStub(channel).Join(
-                self._outbox.messages(), metadata=self._metadata
-            )
+            call: JoinCall | None = None
             try:
                 async with asyncio.timeout(_WELCOME_LIMIT_S):
+                    for part in self._parts:
+                        await part.before_join()
+                    call = fleet_pb2_grpc.FleetServiceStub(channel).Join(
+                        self._outbox.messages(), metadata=self._metadata
+                    )
                     message = await call.read()
                 if isinstance(message, fleet_pb2.ControllerMessage) and message.HasField("welcome"):
                     log.info("joined run %s at %s", message.welcome.run_id, self._address)
@@ -246,6 +251,7 @@ class RolloutServer:
             if cause != logged_cause:
                 log.warning("no welcome from the controller at %s yet: %s", self._address, cause)
                 logged_cause = cause
-            call.cancel()
+            if call is not None:
+                call.cancel()
             await asyncio.sleep(_RETRY_S)
         return None

@@ -16,6 +16,8 @@ from slipstream.protocol.access.security import CHANNEL_OPTIONS
 from slipstream.protocol.codec import decode_trajectory, version_to_pb
 from slipstream.protocol.queue.base import SEAL_BYTES
 from slipstream.v1 import (
+    calls_pb2,
+    calls_pb2_grpc,
     environment_pb2,
     fleet_pb2,
     fleet_pb2_grpc,
@@ -130,6 +132,7 @@ class FakeFleet(
     fleet_pb2_grpc.FleetServiceServicer,
     trajectory_pb2_grpc.TrajectoryServiceServicer,
     status_pb2_grpc.StatusServiceServicer,
+    calls_pb2_grpc.CallRecordServiceServicer,
 ):
     """Serves while it is entered; acknowledges trajectories as long as `acknowledging`."""
 
@@ -145,11 +148,16 @@ class FakeFleet(
         # The epochs that it names when asked; None: it does not answer.
         self.known: set[int] | None = set()
         self.asked = 0
+        # The kept calls of agents, by group and member; while it is not set, they are not taken.
+        self.calls: dict[tuple[str, int], list[calls_pb2.CallRecord]] = {}
+        self.takes_calls = asyncio.Event()
+        self.takes_calls.set()
         self._arrived = asyncio.Condition()
         self._server = grpc.aio.server(options=CHANNEL_OPTIONS)
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(self, self._server)
         trajectory_pb2_grpc.add_TrajectoryServiceServicer_to_server(self, self._server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(self, self._server)
+        calls_pb2_grpc.add_CallRecordServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         self.refusal = ""
 
@@ -207,6 +215,24 @@ class FakeFleet(
         serving = fleet_pb2.SERVER_STATE_SERVING
         servers = [status_pb2.ServerStatus(server_epoch=e, state=serving) for e in self.known]
         return status_pb2.RunStatus(servers=servers)
+
+    async def Begin(
+        self, request: calls_pb2.BeginEpisodeRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[calls_pb2.CallRecord]:
+        episode = (request.episode.group_id, request.episode.member)
+        if request.anew:
+            self.calls.pop(episode, None)
+        for record in self.calls.get(episode, ()):
+            yield record
+
+    async def Keep(
+        self, request: calls_pb2.KeepCallRequest, context: grpc.aio.ServicerContext
+    ) -> calls_pb2.KeepCallResponse:
+        if not self.takes_calls.is_set():
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
+        episode = (request.episode.group_id, request.episode.member)
+        self.calls.setdefault(episode, []).append(request.record)
+        return calls_pb2.KeepCallResponse()
 
     async def CallEnvironments(
         self, requests: AsyncIterator[fleet_pb2.EnvironmentCall], context: grpc.aio.ServicerContext

@@ -12,7 +12,7 @@ from slipstream.core.types import ServerId, Trajectory
 from slipstream.rollout_server.episodes.play import ServedModel
 from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
 from slipstream.rollout_server.service import RolloutServer
-from slipstream.v1 import environment_pb2, fleet_pb2
+from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
 from support.fakes.fake_fleet import Connection, FakeFleet
 from support.fakes.scripted_engine import ScriptedEngine
@@ -39,13 +39,20 @@ class EpisodeServer:
     connection: Connection
     leases: int = 0
 
-    def load(self, module: str, *names: str, timeout_s: float = 20.0, **order: Any) -> None:  # noqa: ANN401
+    def load(
+        self,
+        module: str,
+        *names: str,
+        timeout_s: float = 20.0,
+        args_json: str = "{}",
+        **order: Any,  # noqa: ANN401
+    ) -> None:
         """Orders environments of a module of `support.fakes`."""
         for name in names:
             spec = environment_pb2.EnvironmentSpec(
                 name=name,
                 reference=f"{module}:{name}",
-                args_json="{}",
+                args_json=args_json,
                 timeout_s=timeout_s,
                 num_workers=1,
                 search_path=FOLDER,
@@ -60,6 +67,7 @@ class EpisodeServer:
         timeout_s: float = 20.0,
         max_attempts: int = 1,
         values: str = "",
+        purpose: int = trajectory_pb2.EPISODE_PURPOSE_TRAINING,
         **sampling: int,
     ) -> str:
         """Leases a group; returns its name."""
@@ -73,6 +81,7 @@ class EpisodeServer:
             timeout_s=timeout_s,
             max_attempts=max_attempts,
             chat_template_kwargs_json=values,
+            purpose=purpose,
         )
         return group
 
@@ -115,13 +124,13 @@ def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config, engine: ScriptedEngine, logs: Path
+    config: Config, engine: ScriptedEngine, logs: Path, *, heartbeat_timeout_s: float = 20.0
 ) -> AsyncIterator[EpisodeServer]:
     """A server that has joined and serves version 1."""
     engine.version = None
     engine.running.clear()
     stop = asyncio.Event()
-    async with FakeFleet(heartbeat_timeout_s=20.0) as fleet:
+    async with FakeFleet(heartbeat_timeout_s=heartbeat_timeout_s) as fleet:
         takes_tools = config.rollout_server.tool_parser is not None
         gateway = WorkerGateway(logs, log_bytes=1 << 20, takes_tools=takes_tools)
         model = ServedModel(engine, engine.renderer, engine.agents)

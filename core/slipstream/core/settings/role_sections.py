@@ -75,7 +75,7 @@ def matrices_named(targets: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 class AgentsSection(Section):
-    """Where agents beyond their rollout host reach the model."""
+    """Where agents beyond their rollout host reach the model, and whether their calls are kept."""
 
     # Address HOST:PORT at which each rollout host takes calls of agents whose environment
     # `needs_url`. All workers and servers of a host share it. Beyond loopback it needs
@@ -84,6 +84,10 @@ class AgentsSection(Section):
     # URL by which agents reach that address, such as that of a tunnel; {host} is the name of the
     # rollout host. By default `listen` itself, with https where there is a certificate.
     url: str | None = None
+    # Whether each answered call of an agent that trains is kept in the run's folder. If its worker,
+    # server or controller dies, the program starts anew, and its calls so far are answered as
+    # before: nothing that it has read is sampled twice. A program's own actions are done again.
+    recover: bool = False
 
     @model_validator(mode="after")
     def _reachable(self) -> Self:

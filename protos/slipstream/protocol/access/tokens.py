@@ -36,7 +36,12 @@ OF_ANY_RELEASE = (*NAMELESS, "StatusService/StopRun", "StatusService/DrainServer
 # Methods that each role may call in addition to `_READS`: all methods of a service, or one.
 RIGHTS: dict[str, tuple[str, ...]] = {
     "trainer": ("TrainerService/", "StatusService/StopRun", "StatusService/GetSetup"),
-    "rollout-server": ("FleetService/", "TrajectoryService/", "StatusService/GetSetup"),
+    "rollout-server": (
+        "FleetService/",
+        "TrajectoryService/",
+        "CallRecordService/",
+        "StatusService/GetSetup",
+    ),
     "client": ("EnvironmentService/",),
     "reader": (),
 }

@@ -25,6 +25,7 @@ from slipstream.rollout_server.agents.recorder import (
 from slipstream.rollout_server.agents.request_rules import (
     SAMPLING_HEADER,
     Refusal,
+    ServedCall,
     items_of,
     rule,
 )
@@ -139,17 +140,27 @@ class Answering:
         context = copy_context()
         context.run(CURRENT.set, (recorder, opened))
         application = self.with_tools if uses_tools and self.with_tools else self.plain
+        recorder.recall(opened, served)
+        exchange = _exchange(application, context, "POST", path, body)
         try:
-            async for part in _exchange(application, context, "POST", path, body):
-                if opened.refusal is not None:
-                    yield _error(path, opened.refusal, opened.body)
-                    return
-                if part.status and unmet:
-                    header = "; ".join(f"{name}={value}" for name, value in unmet.items())
-                    part.headers.add(name=SAMPLING_HEADER, value=header[:_MAX_HEADER])
-                opened.status = part.status or opened.status
-                opened.body += part.body
-                yield part
+            async with contextlib.aclosing(_fresh(opened, exchange)) as parts:
+                async for part in parts:
+                    if opened.refusal is not None:
+                        yield _error(path, opened.refusal, opened.body)
+                        return
+                    if part.status and unmet:
+                        header = "; ".join(f"{name}={value}" for name, value in unmet.items())
+                        part.headers.add(name=SAMPLING_HEADER, value=header[:_MAX_HEADER])
+                    if part.status:
+                        opened.status = part.status
+                        opened.headers = tuple((h.name, h.value) for h in part.headers)
+                    opened.body += part.body
+                    if part.is_last:
+                        await recorder.keep(opened)
+                    yield part
+            if opened.is_recovered:
+                async for part in _recorded(opened):
+                    yield part
         finally:
             recorder.close(opened)
 
@@ -269,15 +280,53 @@ async def _exchange(
             if current is not None and current.cancelling():
                 raise
         except Exception:
-            if opened is None or opened.refusal is None:
+            if opened is None or not (opened.refusal or opened.is_recovered):
                 log.exception("an agent's call ended with an error")
-            if opened is not None:
+            if opened is not None and not opened.is_recovered:
                 opened.refusal = opened.refusal or broken
     if first.status:
         part.is_last = True
         yield part
     else:
         yield _error(path, broken)
+
+
+async def _fresh(
+    opened: ServedCall, exchange: AsyncGenerator[ReplyPart, None]
+) -> AsyncGenerator[ReplyPart, None]:
+    """Yields an application's parts, none of them if the call is answered from its record.
+
+    While that is open the parts wait: an application may begin its answer before it has a prompt.
+    """
+    waiting: list[ReplyPart] = []
+    async with contextlib.aclosing(exchange):
+        async for part in exchange:
+            if opened.is_recovered:
+                return
+            waiting.append(part)
+            if opened.record is None or opened.refusal is not None:
+                for waiting_part in waiting:
+                    yield waiting_part
+                waiting.clear()
+    for waiting_part in waiting:
+        yield waiting_part
+
+
+async def _recorded(opened: ServedCall) -> AsyncGenerator[ReplyPart, None]:
+    """Yields the answer that the record of a call has, as its client got it before."""
+    record = opened.record
+    assert record is not None
+    opened.status = record.status
+    opened.headers = record.headers
+    opened.body[:] = record.body
+    for start in range(0, max(len(record.body), 1), _MAX_PART):
+        part = ReplyPart(body=record.body[start : start + _MAX_PART])
+        if start == 0:
+            part.status = record.status
+            for name, value in record.headers:
+                part.headers.add(name=name, value=value)
+        part.is_last = start + _MAX_PART >= len(record.body)
+        yield part
 
 
 def _error(path: str, refusal: Refusal, sent: bytes | bytearray = b"") -> ReplyPart:

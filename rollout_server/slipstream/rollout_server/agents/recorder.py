@@ -15,13 +15,20 @@ import json
 import logging
 import re
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from pydantic import JsonValue
 from slipstream.core.models.vision import PlacedImage, check_pixels
+from slipstream.rollout_server.agents.call_records import (
+    CallRecord,
+    EpisodeRecord,
+    placed_generation,
+    prompt_digest,
+    request_digest,
+)
 from slipstream.rollout_server.agents.conversations import (
     AgentTurn,
     ConversationBranch,
@@ -59,6 +66,17 @@ _PREVIOUS = "previous_response_id"
 _ID = re.compile(rb'"id":\s*"([^"]+)"')
 
 
+class Recovered(Exception):  # noqa: N818 - no error
+    """Ends the application's part of a call whose answer is in the episode's record."""
+
+
+class CountReply(Protocol):
+    """Counts the tokens of a reply to an agent."""
+
+    def __call__(self, generation: Generation, /, *, is_recovered: bool = False) -> None:
+        """Counts a reply, which an earlier attempt has sampled if it `is_recovered`."""
+
+
 class Recorder:
     """Records the calls of one episode's agent.
 
@@ -73,12 +91,14 @@ class Recorder:
         key: str,
         sampling: Sampling,
         *,
-        sampled: Callable[[Generation], None],
+        sampled: CountReply,
         template_values: Mapping[str, JsonValue] = MappingProxyType({}),
+        record: EpisodeRecord | None = None,
     ) -> None:
         """`key` names the episode; `sampled` is called with each generation.
 
-        `template_values` are the environment's values for the chat template.
+        `template_values` are the environment's values for the chat template. `record` keeps the
+        answered calls, and has those of earlier attempts; None keeps none.
         """
         self.conversations = Conversations()
         # All items of a conversation up to and including a response, and the response's turn.
@@ -89,6 +109,7 @@ class Recorder:
         self._turns: dict[str, AgentTurn] = {}
         self.sampling = sampling
         self.template_values = template_values
+        self.record = record
         # The number of calls that asked for each ignored setting, by the name of the setting.
         self.ignored: Counter[str] = Counter()
         # The time with at least one reply under way.
@@ -122,9 +143,40 @@ class Recorder:
         self.open_calls[http.call] = opened
         return opened
 
+    def recall(self, opened: ServedCall, served: Mapping[str, Any]) -> None:
+        """Looks for the answer to a call in the episode's record; `served` is its request."""
+        if self.record is None:
+            return
+        opened.request_digest = request_digest(
+            opened.path, opened.http.branch, served, self.sampling
+        )
+        opened.record = self.record.take(opened.request_digest)
+
+    async def keep(self, opened: ServedCall) -> None:
+        """Keeps a call in the episode's record before its client has the end of the answer."""
+        turn = opened.turn
+        if self.record is None or turn is None or opened.status != _OK or opened.reply is None:
+            return
+        assert opened.generation is not None
+        kept_record = CallRecord(
+            request_digest=opened.request_digest,
+            prompt_digest=opened.prompt_digest,
+            generation=opened.generation,
+            experts_from=opened.experts_from,
+            is_cut=opened.is_cut_by_run,
+            reply=opened.reply,
+            status=opened.status,
+            headers=opened.headers,
+            body=bytes(opened.body),
+        )
+        await self.record.keep(opened.http.call, kept_record)
+
     def close(self, opened: ServedCall) -> None:
         """Ends a call, and the sampling of its reply if that still runs."""
         opened.is_answered = True
+        if self.record is not None and opened.record is not None and not opened.is_recovered:
+            # The application refused the call before it had a prompt.
+            self.record.drop()
         del self.open_calls[opened.http.call]
         if opened.sampling is None:
             self._release(opened)
@@ -198,6 +250,7 @@ class Recorder:
         image is refused, or if the call has been ended.
         """
         name = opened.http.branch
+        opened.parent = None if turn is None else turn.branch
         call = opened.call = self.conversations.begin(name, turn, context, images)
         earlier_images = {
             image.data for branch in self.conversations.branches for image in branch.images
@@ -255,9 +308,39 @@ class Recorder:
             raise Refusal("the client has hung up")
         parts: _Parts = asyncio.Queue()
         reply_limit = min(max_tokens, opened.max_tokens)
+        if self._recover(opened):
+            return _ended_by(Recovered())
         opened.sampling = self._start(self._sample(opened, reply_limit, options, parts))
         self._unread.append(opened)
         return _read(parts)
+
+    def _recover(self, opened: ServedCall) -> bool:
+        """Gives a call the reply of its record; returns False if it has none that fits."""
+        record = opened.record
+        call = opened.call
+        assert call is not None
+        assert opened.max_tokens is not None
+        if self.record is None:
+            return False
+        opened.prompt_digest = prompt_digest(call.prompt, call.images)
+        opened.experts_from = call.branch.num_routed
+        if record is None:
+            return False
+        is_same_prompt = record.prompt_digest == opened.prompt_digest
+        if not is_same_prompt or len(record.generation.token_ids) > opened.max_tokens:
+            self.record.drop()
+            opened.record = None
+            return False
+        generation = placed_generation(record, call.branch, opened.parent)
+        self._sampled(generation, is_recovered=True)
+        opened.turn = self.conversations.finish(call, generation)
+        self._is_cut[call.branch] = record.is_cut
+        opened.reply = dict(record.reply)
+        opened.is_recovered = True
+        self.record.recovered(record)
+        self._unread.append(opened)
+        self._changed.set()
+        return True
 
     async def _sample(
         self, opened: ServedCall, max_tokens: int, options: TextOptions, parts: _Parts
@@ -279,7 +362,9 @@ class Recorder:
                     self._sampled(reply)
                     opened.turn = self.conversations.finish(call, reply)
                     is_cut = reply.finish_reason is FinishReason.LENGTH
-                    self._is_cut[call.branch] = is_cut and max_tokens == opened.max_tokens
+                    opened.is_cut_by_run = is_cut and max_tokens == opened.max_tokens
+                    self._is_cut[call.branch] = opened.is_cut_by_run
+                    opened.generation = None if self.record is None else reply
                 parts.put_nowait(part)
         except Exception as error:
             is_known = isinstance(error, (GenerationFailed, EngineDied))
@@ -332,6 +417,11 @@ class Recorder:
 
 # The recorder and the call that the current task works for; vLLM's own tasks inherit it.
 CURRENT: ContextVar[tuple[Recorder, ServedCall] | None] = ContextVar("agent_call", default=None)
+
+
+async def _ended_by(error: Exception) -> AsyncGenerator[TextPart, None]:
+    raise error
+    yield
 
 
 async def _read(parts: _Parts) -> AsyncGenerator[TextPart, None]:

@@ -14,9 +14,15 @@ from typing import Any
 
 from slipstream.core.errors import EPISODE_LIMIT
 from slipstream.core.template_values import OWNED
-from slipstream.rollout_server.agents.conversations import AgentCall, AgentTurn, MessageKey
+from slipstream.rollout_server.agents.call_records import CallRecord
+from slipstream.rollout_server.agents.conversations import (
+    AgentCall,
+    AgentTurn,
+    ConversationBranch,
+    MessageKey,
+)
 from slipstream.rollout_server.chat import ENDED_BY_MODEL, ReplyEnding
-from slipstream.rollout_server.engine_interface import Sampling
+from slipstream.rollout_server.engine_interface import Generation, Sampling
 from slipstream.v1 import environment_pb2
 
 
@@ -105,6 +111,18 @@ class ServedCall:
     # The input of a request whose response is stored, else None.
     stored_items: list[Any] | None = None
     call: AgentCall | None = None
+    # The branch whose conversation the call continues, or None.
+    parent: ConversationBranch | None = None
+    # The digest of all that the call asks for, where answered calls are kept.
+    request_digest: bytes = b""
+    # The recorded call whose answer this one may get, and whether its reply is that of the record.
+    record: CallRecord | None = None
+    is_recovered: bool = False
+    # What such a record needs of the call, once its reply has been sampled.
+    prompt_digest: bytes = b""
+    experts_from: int = 0
+    generation: Generation | None = None
+    is_cut_by_run: bool = False
     # The most tokens of its reply; with its new context they count against the episode's limit
     # until it ends.
     max_tokens: int | None = None
@@ -119,6 +137,7 @@ class ServedCall:
     reply: dict[str, Any] | None = None
     # The answer that the client was sent; it is parsed when a later call may continue this call.
     status: int = 0
+    headers: tuple[tuple[str, str], ...] = ()
     body: bytearray = field(default_factory=bytearray)
     is_answered: bool = False
 

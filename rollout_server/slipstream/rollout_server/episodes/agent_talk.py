@@ -10,12 +10,21 @@ import contextlib
 import dataclasses
 import logging
 import math
+from functools import partial
 
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.template_values import read_values
-from slipstream.core.types import IGNORED, Status
+from slipstream.core.types import (
+    IGNORED,
+    RECOVERED_CALLS,
+    RECOVERED_TOKENS,
+    UNASKED_CALLS,
+    Purpose,
+    Status,
+)
 from slipstream.rollout_server.agents.agent_api import Answering
+from slipstream.rollout_server.agents.call_records import EpisodeName, EpisodeRecord
 from slipstream.rollout_server.agents.recorder import Recorder
 from slipstream.rollout_server.episodes.calls import StreamSession, check_sum, misused, whole_reward
 from slipstream.rollout_server.episodes.play import EpisodeAttempt
@@ -104,12 +113,14 @@ async def serve_agent(
     values = read_values(lease.template_values)
     reply_limit = min(opening.max_reply_tokens or math.inf, lease.sampling.max_reply_tokens)
     turns = lease.sampling.max_turns or MAX_TURNS
+    record = await _record_of(play)
     recorder = Recorder(
         play.model.engine.requests,
         play.key,
         dataclasses.replace(lease.sampling, max_reply_tokens=int(reply_limit), max_turns=turns),
         sampled=play.count,
         template_values=values,
+        record=record,
     )
     shares: dict[str, float] = {}
     rewards: dict[str, float] = {}
@@ -120,15 +131,42 @@ async def serve_agent(
         for total in (recording.reward, *rewards.values()):
             check_sum(total)
         recording.metrics.update(end.metrics)
+    except EnvironmentFailed as error:
+        is_late = error.kind == trajectory_pb2.FAILURE_KIND_TIMEOUT
+        play.was_lost = session.is_lost and not is_late
+        raise
     finally:
         recording.generation_s = recorder.clock.busy_s
         recording.environment_s = max(0.0, recording.environment_s - recording.generation_s)
         recording.take_branches(recorder.conversations, shares, rewards)
         ignored = {IGNORED + name: number for name, number in recorder.ignored.items()}
         recording.counts.update(ignored)
+        if record is not None:
+            play.num_kept_calls = record.num_kept
+            if record.num_recovered:
+                recording.counts[RECOVERED_CALLS] = record.num_recovered
+                recording.counts[RECOVERED_TOKENS] = record.num_recovered_tokens
+    # A program that was lost again may not have come to all of its calls.
+    if record is not None and record.num_unasked:
+        recording.counts[UNASKED_CALLS] = record.num_unasked
     if not recording.num_sampled:
         raise misused("the agent returned a result without any reply of the model")
     return Status.TRUNCATED if recorder.is_truncated else Status.COMPLETED
+
+
+async def _record_of(play: EpisodeAttempt) -> EpisodeRecord | None:
+    """Returns the record of an episode that is trained, or None where calls are not kept."""
+    call_records = play.services.call_records
+    if call_records is None or play.lease.purpose is not Purpose.TRAINING:
+        return None
+    episode = EpisodeName(
+        group_id=play.lease.group_id,
+        member=play.member,
+        attempt=play.attempt,
+        server_epoch=play.identity.server_epoch,
+    )
+    earlier = await play.ask(call_records.begin(episode, anew=play.begins_anew))
+    return EpisodeRecord(partial(call_records.keep, episode), earlier)
 
 
 def _earned(recorder: Recorder, end: environment_pb2.AgentResult) -> tuple[float, dict[str, float]]:

@@ -160,6 +160,11 @@ class StreamSession:
         else:
             await self._table.call(message, timeout_s=self._timeout_s)
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether the worker or client of the episode is gone, and the episode with it."""
+        return self._table.failure is not None
+
     async def examine(self, late: EnvironmentFailed) -> EnvironmentFailed:
         """Returns the error for the timeout `late`, which says where the agent hangs, if known."""
         return late if self._on_timeout is None else await self._on_timeout(late)

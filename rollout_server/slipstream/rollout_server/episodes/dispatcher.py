@@ -64,6 +64,11 @@ _QUEUE_WARNING_S = 10.0
 # can come back before all attempts have failed. Longer than the default heartbeat_timeout_s, after
 # which the controller removes a silent server.
 RETRY_S = 10.0
+# Failures that are no fault of an agent's program: like one whose worker is gone, it goes on where
+# it was, if its calls are kept.
+LOSSES = (FailureKind.INFRASTRUCTURE, FailureKind.BYSTANDER)
+# Attempts in a row that were lost before they had a new call; then the next one begins anew.
+MAX_STUCK_ATTEMPTS = 2
 
 
 class Dispatcher:
@@ -175,13 +180,21 @@ class Dispatcher:
         # up to MAX_EXCUSED_ATTEMPTS of them.
         limit = group.lease.max_attempts
         max_attempts = group.lease.max_attempts + MAX_EXCUSED_ATTEMPTS
+        begins_anew = False
+        num_stuck = 0
         while True:
-            ended = await self._run_episode(group, member, attempt)
+            ended = await self._run_episode(group, member, attempt, begins_anew=begins_anew)
             if ended is None:
                 return
             trajectory = ended.trajectory
             attempt += 1
             failure = trajectory.failure
+            # An episode that fails by itself, or is lost at one call again and again, takes another
+            # course.
+            if ended.play.was_lost:
+                num_stuck = 0 if ended.play.num_kept_calls else num_stuck + 1
+            was_lost = failure is not None and (failure.kind in LOSSES or ended.play.was_lost)
+            begins_anew = not was_lost or num_stuck >= MAX_STUCK_ATTEMPTS
             if failure is not None and failure.kind is FailureKind.BYSTANDER:
                 limit = min(limit + 1, max_attempts)
             will_retry = (
@@ -207,7 +220,9 @@ class Dispatcher:
                 # The next attempt is another server's.
                 return
 
-    async def _run_episode(self, group: _Group, member: int, attempt: int) -> EndedPlay | None:
+    async def _run_episode(
+        self, group: _Group, member: int, attempt: int, *, begins_anew: bool
+    ) -> EndedPlay | None:
         """Runs one attempt; returns None if a cancel or a drain came before the attempt began."""
         self._counters.waiting_episodes += 1
         try:
@@ -219,7 +234,13 @@ class Dispatcher:
                 return None
             group.next_attempt = max(group.next_attempt, attempt + 1)
             episode = EpisodeAttempt(
-                self._identity, group.lease, member, attempt, self._services, self._counters
+                self._identity,
+                group.lease,
+                member,
+                attempt,
+                self._services,
+                self._counters,
+                begins_anew=begins_anew,
             )
             group.episodes.add(episode)
             try:

@@ -32,6 +32,7 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.protocol.codec import merge_spans, pack_logprobs, unpack_tokens
+from slipstream.rollout_server.agents.call_records import CallRecords
 from slipstream.rollout_server.chat import (
     ENDED_BY_MODEL,
     ParsedReply,
@@ -69,8 +70,16 @@ class EpisodeAttempt:
         attempt: int,
         services: EpisodeServices,
         counters: EpochCounters,
+        *,
+        begins_anew: bool = False,
     ) -> None:
         self.identity = identity
+        # Whether what earlier attempts have sampled is left behind.
+        self.begins_anew = begins_anew
+        # Whether its agent's program was lost with its worker, and how many of its calls are kept
+        # for a later attempt.
+        self.was_lost = False
+        self.num_kept_calls = 0
         self.lease = lease.ended_at(services.model.renderer.ends)
         self.member = member
         self.attempt = attempt
@@ -130,9 +139,16 @@ class EpisodeAttempt:
             raise GenerationFailed(f"the engine abandoned the request: {generation.finish_reason}")
         return generation
 
-    def count(self, generation: Generation) -> None:
-        """Counts the tokens of a reply, and a reply that stopped at none of its ends."""
-        self.counters.sampled(len(generation.token_ids))
+    def count(self, generation: Generation, *, is_recovered: bool = False) -> None:
+        """Counts the tokens of a reply, and a reply that stopped at none of its ends.
+
+        One that `is_recovered` was sampled for an earlier attempt, whose epoch has counted it.
+        """
+        num_tokens = len(generation.token_ids)
+        if is_recovered:
+            self.counters.given(num_tokens)
+        else:
+            self.counters.sampled(num_tokens)
         if generation.finish_reason is not FinishReason.STOP or generation.stop_text:
             return
         sampling = self.lease.sampling
@@ -232,6 +248,8 @@ class EpisodeServices:
     environments: Environments
     # The server of the reference model; None if the run has none.
     reference: References | None = None
+    # Keeps the answered calls of agents; None where an episode that is lost begins anew.
+    call_records: CallRecords | None = None
     # Calls of agents from elsewhere that were refused so far.
     refused_agents: Callable[[], int] = lambda: 0
 

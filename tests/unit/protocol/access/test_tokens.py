@@ -18,7 +18,14 @@ from slipstream.protocol.access.security import (
     open_channel,
 )
 from slipstream.protocol.access.tokens import RIGHTS, may_call, read_tokens, role_of, role_token
-from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
+from slipstream.v1 import (
+    calls_pb2,
+    environment_pb2,
+    fleet_pb2,
+    status_pb2,
+    trainer_pb2,
+    trajectory_pb2,
+)
 from support.rigs.small_disks import small_disk
 from support.rigs.waiting import LIMIT_S
 
@@ -26,7 +33,7 @@ TOKEN = "t" * 40
 OLD = "o" * 40
 NEW = "n" * 40
 ROOT = Path(__file__).parents[4]
-FILES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
+FILES = (calls_pb2, environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
 
 
 def methods() -> Iterator[str]:
@@ -47,7 +54,8 @@ def test_each_method_is_open_to_the_roles_that_need_it() -> None:
     assert opened == {
         "reader": reads,
         "client": reads | {"SubmitEnvironment", "ServeEpisodes"},
-        "rollout-server": reads | {"Join", "CallEnvironments", "Deliver", "GetSetup"},
+        "rollout-server": reads
+        | {"Join", "CallEnvironments", "Deliver", "Begin", "Keep", "GetSetup"},
         "trainer": reads | {"StopRun", "GetSetup"} | {method.name for method in trainer.methods},
     }
     # Only the run's own token sends a server away.

@@ -12,6 +12,7 @@ from slipstream.core.environment_rules import PLAIN, environment_rules
 from slipstream.core.types import (
     DROPPED_METRICS,
     IGNORED,
+    UNASKED_CALLS,
     WITHOUT_END,
     Purpose,
     Status,
@@ -67,6 +68,14 @@ class Feed:
                     entry,
                     f"{without_end} replies of an episode stopped at none of the ends that the "
                     "run told at its start: the engine has an end of its own, which exports lack",
+                )
+        if unasked := int(metrics.get(UNASKED_CALLS, 0.0)):
+            counts[UNASKED_CALLS] += unasked
+            if entry.is_news(UNASKED_CALLS):
+                self._warn(
+                    entry,
+                    f"an agent that was played again did not ask for {unasked} of its recorded "
+                    "calls: its course depends on something else than the model's replies",
                 )
         known_names = entry.told.setdefault("ignored", set())
         ignored = {n.removeprefix(IGNORED) for n in metrics if n.startswith(IGNORED)} - known_names

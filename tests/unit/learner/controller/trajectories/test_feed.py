@@ -93,6 +93,15 @@ def test_replies_that_stopped_at_no_end_are_told_once_with_their_number() -> Non
     assert scene.feed.summary() == {"e": {"episodes": 2, "replies_without_end": 6}}
 
 
+def test_a_program_that_took_another_course_is_told_once_and_counted() -> None:
+    scene = Scene()
+    for _ in range(2):
+        scene.note(unasked_calls=3.0, recovered_calls=2.0)
+    (message,) = scene.told
+    assert "did not ask for 3 of its recorded calls" in message
+    assert scene.feed.summary() == {"e": {"episodes": 2, "unasked_calls": 6}}
+
+
 def test_tasks_of_an_environment_that_never_began_an_episode_are_counted() -> None:
     scene = Scene()
     assert scene.feed.summary() == {}
