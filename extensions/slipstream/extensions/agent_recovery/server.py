@@ -16,6 +16,7 @@ from slipstream.core.types import ServerId
 from slipstream.extensions.agent_recovery.codec import record_from_pb, record_to_pb
 from slipstream.protocol.bounds import max_message_bytes
 from slipstream.rollout_server.agents.call_records import CallRecord, CallRecords, EpisodeName
+from slipstream.rollout_server.episodes.play import ServiceFailed
 from slipstream.rollout_server.part import ServerPart
 from slipstream.v1 import calls_pb2 as pb
 from slipstream.v1 import calls_pb2_grpc
@@ -23,6 +24,8 @@ from slipstream.v1 import calls_pb2_grpc
 # Seconds for one answer of the controller, and until it is asked again.
 ANSWER_S = 30.0
 RETRY_S = 0.2
+# The code for an attempt whose lease is over: nobody goes on from what it has.
+OVER = grpc.StatusCode.FAILED_PRECONDITION
 # Codes of a controller that is away, slow, or about to be.
 AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -44,7 +47,10 @@ class RemoteCallRecords:
         self._unsent: dict[tuple[EpisodeName, int], pb.KeepCallRequest] = {}
 
     async def begin(self, episode: EpisodeName, *, anew: bool) -> Sequence[CallRecord]:
-        """Implements `CallRecords`; calls that cannot be read are left out, with a line."""
+        """Implements `CallRecords`; calls that cannot be read are left out, with a line.
+
+        Raises ServiceFailed for a controller that keeps none.
+        """
         request = pb.BeginEpisodeRequest(episode=_name(episode), anew=anew)
         while True:
             try:
@@ -52,9 +58,11 @@ class RemoteCallRecords:
                 messages = [message async for message in stream]
                 break
             except grpc.aio.AioRpcError as error:
-                if error.code() not in AWAY:
+                if error.code() is OVER:
                     log.warning("no kept calls of %s: %s", episode, error.details())
                     return []
+                if error.code() not in AWAY:
+                    raise ServiceFailed(f"agents.recover: {error.details()}") from error
             await asyncio.sleep(RETRY_S)
         records = []
         for message in messages:
@@ -65,7 +73,10 @@ class RemoteCallRecords:
         return records
 
     async def keep(self, episode: EpisodeName, call: int, record: CallRecord) -> None:
-        """Implements `CallRecords`; a call that is too large for a message is not kept."""
+        """Implements `CallRecords`; a call that is too large for a message is not kept.
+
+        Raises ServiceFailed for a controller that keeps none.
+        """
         request = pb.KeepCallRequest(episode=_name(episode), call=call, record=record_to_pb(record))
         if request.ByteSize() > max_message_bytes(pb.KeepCallRequest):
             log.warning("call %d of %s is too large to be kept", call, episode)
@@ -75,7 +86,9 @@ class RemoteCallRecords:
         while key in self._unsent:
             try:
                 await self._send(key)
-            except grpc.aio.AioRpcError:
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in AWAY:
+                    raise ServiceFailed(f"agents.recover: {error.details()}") from error
                 await asyncio.sleep(RETRY_S)
 
     async def send_all(self) -> None:
@@ -88,9 +101,10 @@ class RemoteCallRecords:
         try:
             await self._stub.Keep(self._unsent[key], metadata=self._metadata, timeout=ANSWER_S)
         except grpc.aio.AioRpcError as error:
-            if error.code() in AWAY:
+            if error.code() not in AWAY:
+                self._unsent.pop(key, None)
+            if error.code() is not OVER:
                 raise
-            # Such as the end of its lease, after which nobody plays the episode from this attempt.
             log.warning("a call of %s is not kept: %s", key[0], error.details())
         self._unsent.pop(key, None)
 

@@ -66,7 +66,10 @@ class CallRecord:
 
 
 class CallRecords(Protocol):
-    """Keeps the answered calls of episodes where the loss of this server does not reach them."""
+    """Keeps the answered calls of episodes where the loss of this server does not reach them.
+
+    The methods raise ServiceFailed where no calls can be kept.
+    """
 
     async def begin(self, episode: EpisodeName, *, anew: bool) -> Sequence[CallRecord]:
         """Returns the kept calls of the episode's earlier attempts; forgets them if it is `anew`.

@@ -19,8 +19,10 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.session import ServerKey
+from slipstream.protocol.access.checked_calls import CheckingInterceptor
 from slipstream.rollout_server.agents.call_records import CallRecord, EpisodeName
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
+from slipstream.rollout_server.episodes.play import ServiceFailed
 from slipstream.v1 import calls_pb2, calls_pb2_grpc
 from support.fakes.call_requests import call
 from support.rigs.lease_rig import book_of
@@ -102,7 +104,7 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
         1,
     )
     part = CallKeeping(run, book)
-    server = grpc.aio.server()
+    server = grpc.aio.server(interceptors=[CheckingInterceptor()])
     part.serve(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -302,6 +304,22 @@ async def test_a_run_that_goes_on_keeps_the_calls_and_a_finished_one_does_not(sc
     scene.book.remove(scene.group.group_id)
     scene.part.restore(RunHistory())
     assert not list((scene.run.config.run_dir / "calls").iterdir())
+
+
+async def test_a_controller_that_keeps_no_calls_fails_the_episode() -> None:
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    name = EpisodeName("g1", 0, 0, 9)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        records = RemoteCallRecords(channel, ())
+        with pytest.raises(ServiceFailed, match=r"agents\.recover: Method not found"):
+            await records.begin(name, anew=False)
+        with pytest.raises(ServiceFailed, match=r"agents\.recover: Method not found"):
+            await records.keep(name, 1, answered(b"a"))
+        # The call is not sent before the next join, which it would hold up for ever.
+        await records.send_all()
+    await server.stop(None)
 
 
 async def test_a_call_waits_for_a_controller_that_is_away(tmp_path: Path) -> None:
