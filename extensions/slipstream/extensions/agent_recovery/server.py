@@ -24,8 +24,6 @@ from slipstream.v1 import calls_pb2_grpc
 # Seconds for one answer of the controller, and until it is asked again.
 ANSWER_S = 30.0
 RETRY_S = 0.2
-# The code for an attempt whose lease is over: nobody goes on from what it has.
-OVER = grpc.StatusCode.FAILED_PRECONDITION
 # Codes of a controller that is away, slow, or about to be.
 AWAY = (
     grpc.StatusCode.UNAVAILABLE,
@@ -49,7 +47,7 @@ class RemoteCallRecords:
     async def begin(self, episode: EpisodeName, *, anew: bool) -> Sequence[CallRecord]:
         """Implements `CallRecords`; calls that cannot be read are left out, with a line.
 
-        Raises ServiceFailed for a controller that keeps none.
+        Raises ServiceFailed where the lease is over, and for a controller that keeps no calls.
         """
         request = pb.BeginEpisodeRequest(episode=_name(episode), anew=anew)
         while True:
@@ -58,9 +56,6 @@ class RemoteCallRecords:
                 messages = [message async for message in stream]
                 break
             except grpc.aio.AioRpcError as error:
-                if error.code() is OVER:
-                    log.warning("no kept calls of %s: %s", episode, error.details())
-                    return []
                 if error.code() not in AWAY:
                     raise ServiceFailed(f"agents.recover: {error.details()}") from error
             await asyncio.sleep(RETRY_S)
@@ -75,7 +70,7 @@ class RemoteCallRecords:
     async def keep(self, episode: EpisodeName, call: int, record: CallRecord) -> None:
         """Implements `CallRecords`; a call that is too large for a message is not kept.
 
-        Raises ServiceFailed for a controller that keeps none.
+        Raises ServiceFailed where the lease is over, and for a controller that keeps no calls.
         """
         request = pb.KeepCallRequest(episode=_name(episode), call=call, record=record_to_pb(record))
         if request.ByteSize() > max_message_bytes(pb.KeepCallRequest):
@@ -94,8 +89,14 @@ class RemoteCallRecords:
     async def send_all(self) -> None:
         """Sends all calls that wait; raises AioRpcError while the controller is away."""
         for key in list(self._unsent):
-            if key in self._unsent:
+            if key not in self._unsent:
+                continue
+            try:
                 await self._send(key)
+            except grpc.aio.AioRpcError as error:
+                if error.code() in AWAY:
+                    raise
+                log.warning("a call of %s is not kept: %s", key[0], error.details())
 
     async def _send(self, key: tuple[EpisodeName, int]) -> None:
         try:
@@ -103,9 +104,7 @@ class RemoteCallRecords:
         except grpc.aio.AioRpcError as error:
             if error.code() not in AWAY:
                 self._unsent.pop(key, None)
-            if error.code() is not OVER:
-                raise
-            log.warning("a call of %s is not kept: %s", key[0], error.details())
+            raise
         self._unsent.pop(key, None)
 
 

@@ -68,7 +68,8 @@ class CallRecord:
 class CallRecords(Protocol):
     """Keeps the answered calls of episodes where the loss of this server does not reach them.
 
-    The methods raise ServiceFailed where no calls can be kept.
+    The methods raise ServiceFailed for an attempt whose lease is over, which would be sampled in
+    vain, and where no calls can be kept.
     """
 
     async def begin(self, episode: EpisodeName, *, anew: bool) -> Sequence[CallRecord]:
@@ -80,8 +81,7 @@ class CallRecords(Protocol):
     async def keep(self, episode: EpisodeName, call: int, record: CallRecord) -> None:
         """Keeps call number `call` of an attempt; returns once a kill -9 does not lose it.
 
-        Waits for a controller that is away. A call whose wait is cancelled is kept later. Calls of
-        an attempt whose lease is over are not kept.
+        Waits for a controller that is away. A call whose wait is cancelled is kept later.
         """
 
 

@@ -187,14 +187,14 @@ async def test_a_server_without_the_lease_keeps_nothing_and_gets_nothing(scene: 
         replace(scene.name(SECOND), group_id="g000009"),
     ]
     for stranger in strangers:
-        await scene.records.keep(
-            stranger,
-            5,
-            answered(b"x"),
-        )
-        assert await scene.kept(stranger) == []
+        with pytest.raises(ServiceFailed, match="has no open lease"):
+            await scene.records.keep(stranger, 5, answered(b"x"))
         # Nor does it make others begin anew.
-        assert await scene.kept(stranger, anew=True) == []
+        for anew in (False, True):
+            with pytest.raises(ServiceFailed, match="has no open lease"):
+                await scene.kept(stranger, anew=anew)
+    # A call that waits does not hold up the next join.
+    await scene.records.send_all()
     assert await scene.kept(scene.name(SECOND)) == [b"a"]
     with pytest.raises(
         grpc.aio.AioRpcError,
@@ -217,18 +217,11 @@ async def test_an_evaluation_keeps_nothing(scene: Scene) -> None:
         task_index=0,
     )
     assert group.purpose is Purpose.EVALUATION
-    name = EpisodeName(
-        group.group_id,
-        0,
-        0,
-        FIRST.epoch,
-    )
-    await scene.records.keep(
-        name,
-        1,
-        answered(b"a"),
-    )
-    assert await scene.kept(name) == []
+    name = EpisodeName(group.group_id, 0, 0, FIRST.epoch)
+    with pytest.raises(ServiceFailed, match="has no open lease"):
+        await scene.records.keep(name, 1, answered(b"a"))
+    with pytest.raises(ServiceFailed, match="has no open lease"):
+        await scene.kept(name)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +354,7 @@ async def test_a_call_waits_for_a_controller_that_is_away(tmp_path: Path) -> Non
         assert not done
         with pytest.raises(grpc.aio.AioRpcError):
             await records.send_all()
-        # Its episode was cancelled: the answer is kept all the same.
+        # The episode was cancelled: the answer is kept all the same.
         first.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await first
