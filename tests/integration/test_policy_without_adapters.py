@@ -39,7 +39,7 @@ def config_of(job: str, folder: Path) -> Config:
 
 def run_rank(folder: Path, job: str) -> None:
     from slipstream.core.settings.role_sections import ReferenceSection
-    from slipstream.extensions.other_models.trainer import PolicyWithoutAdapters, Reference, Roles
+    from slipstream.extensions.other_models.trainer import PolicyAsReference, Reference, Roles
     from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.step import TrainingStep
 
@@ -55,7 +55,7 @@ def run_rank(folder: Path, job: str) -> None:
         # A table of its own makes the reference another model.
         other = config.model_copy(update={"reference": ReferenceSection(path=config.model.path)})
         settings = role_settings(other)["reference"]
-        logprobs["bare"] = PolicyWithoutAdapters(policy, config).logprobs(second)
+        logprobs["bare"] = PolicyAsReference(policy, config, keeps_adapters=False).logprobs(second)
         logprobs["own"] = Reference(settings, policy.ranks).logprobs(second)
     # The adapters are on again.
     metrics.append(step.run(second).metrics)
@@ -81,7 +81,7 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 @pytest.mark.parametrize("job", WITH_REFERENCE)
 def test_switched_off_adapters_leave_the_model_of_the_folder(job: str, found: dict[str, dict]):
     result = found[job]
-    assert result["kind"] == "PolicyWithoutAdapters"
+    assert result["kind"] == "PolicyAsReference"
     torch.testing.assert_close(result["bare"], result["own"], rtol=1e-6, atol=1e-6)
     first, second = result["metrics"]
     # New adapters have no effect; after a step the policy has left its reference.

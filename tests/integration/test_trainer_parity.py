@@ -67,7 +67,11 @@ def run_layouts(pool: RankPool, folder: Path, world_size: int, chosen: set[str])
 
 @pytest.mark.parametrize("layout", each_layout_of(1))
 def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
-    plain = PlainPolicy(folder / LAYOUTS[layout].model, config_of(layout, folder))
+    path = folder / LAYOUTS[layout].model
+    config = config_of(layout, folder)
+    plain = PlainPolicy(path, config)
+    if config.reference is not None and config.reference.server is None:
+        plain.reference = plain if config.reference.policy else PlainPolicy(path, config)
     result = one_rank[layout]
     torch.testing.assert_close(result["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5)
     for step, batch in enumerate(batches(plain.config)[:PARITY_STEPS]):

@@ -217,6 +217,7 @@ def observation(opening: object, own: AnyEnvironment) -> pb.Observation:
         given_reply=given_reply,
         expected_answer=answer[:MAX_ANSWER_BYTES].decode(errors="ignore"),
         judges_group=own.judges_group,
+        teacher_messages=_teacher_messages(opened.teacher_messages, "reset()"),
     )
 
 
@@ -274,7 +275,16 @@ def verdict(result: object, *, gives: bool) -> pb.Verdict:
         tools_json="" if result.tools is None else tools_json(result.tools),
         given_reply=given_reply,
         token_rewards=_by_token(result.token_rewards, "token_rewards"),
+        teacher_messages=_teacher_messages(result.teacher_messages, "step()"),
     )
+
+
+def _teacher_messages(messages: object, where: str) -> list[pb.ChatMessage]:
+    if _is_absent(messages):
+        return []
+    teacher_messages = _messages(messages, f"teacher_messages of {where}")
+    _check_asks(teacher_messages, f"teacher_messages of {where}")
+    return teacher_messages
 
 
 @_blaming

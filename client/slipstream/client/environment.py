@@ -149,12 +149,14 @@ class ResetResult:
     """The beginning of an episode: the first messages to the model, and the tools it may call.
 
     `reply`, if given, takes the place of the model's first reply. The model is trained on this
-    demonstration as if it had sampled it.
+    demonstration as if it had sampled it. `teacher_messages`, if given, are what the reference
+    model reads in place of `messages`, before the same replies: with a solution, say.
     """
 
     messages: Messages
     tools: Tools = ()
     reply: str | None = None
+    teacher_messages: Messages = ()
 
 
 Opening: TypeAlias = Messages | ResetResult
@@ -170,7 +172,8 @@ class StepResult:
     `metrics` are averaged over episodes and reported. `tools`, if given, replace the episode's
     tools from the next reply on. `reply`, if given, takes the place of the model's next reply, as
     in ResetResult. `token_rewards`, if given, has a number for each token of the reply that is
-    judged, in addition to `reward`.
+    judged, in addition to `reward`. `teacher_messages`, if given, take the place of those that the
+    reference model read so far, as in ResetResult: with what came of the replies, say.
     """
 
     reward: float = 0.0
@@ -180,6 +183,7 @@ class StepResult:
     tools: Tools | None = None
     reply: str | None = None
     token_rewards: Sequence[float] = ()
+    teacher_messages: Messages = ()
 
 
 @dataclass(frozen=True)

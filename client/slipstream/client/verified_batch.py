@@ -229,7 +229,8 @@ def _checksum(message: trajectory_pb2.Trajectory) -> int:
         crc32 = zlib.crc32(getattr(message.reference, name), crc32)
     for image in message.images:
         crc32 = zlib.crc32(image, crc32)
-    return zlib.crc32(message.kept_tokens, crc32)
+    crc32 = zlib.crc32(message.kept_tokens, crc32)
+    return zlib.crc32(message.teacher_prompt, crc32)
 
 
 def _note(

@@ -271,6 +271,9 @@ class Trajectory:
     # drawn from all tokens.
     kept_tokens: bytes
     judged_lease: int
+    # uint32, little endian: what the reference model reads in place of the first run; b"" if it
+    # reads what the policy read.
+    teacher_prompt: bytes
 
     @functools.cached_property
     def trajectory_id(self) -> TrajectoryId:

@@ -103,6 +103,10 @@ def _faults(trajectory: Trajectory) -> Iterator[str]:
     scored = len(unpack_logprobs(trajectory.prompt_logprobs))
     if scored and runs[:1] != (scored + 1,):
         yield f"{scored} values of prompt_logprobs for runs {runs[:1]}"
+    if len(trajectory.teacher_prompt) % 4:
+        yield f"a teacher's prompt of {len(trajectory.teacher_prompt)} bytes is no list of tokens"
+    if trajectory.teacher_prompt and trajectory.branches:
+        yield "a teacher's prompt is of one conversation, and it has branches"
     if trajectory.kept_tokens and sum(runs) == num_tokens:
         kept_tokens = KeptTokens.unpacked(trajectory.kept_tokens, sampled)
         is_kept = kept_tokens.has(trajectory.token_ids[trajectory.sampled_mask()])
@@ -217,6 +221,7 @@ def _checksum(message: pb.Trajectory) -> int:
         reference.top_logprobs,
         *message.images,
         message.kept_tokens,
+        message.teacher_prompt,
     )
     return functools.reduce(lambda checksum, array: zlib.crc32(array, checksum), arrays, 0)
 

@@ -319,7 +319,7 @@ class Loaded(_message.Message):
     def __init__(self, num_tasks: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Observation(_message.Message):
-    __slots__ = ("messages", "max_reply_tokens", "is_agent", "tools_json", "given_reply", "expected_answer", "judges_group")
+    __slots__ = ("messages", "max_reply_tokens", "is_agent", "tools_json", "given_reply", "expected_answer", "judges_group", "teacher_messages")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_REPLY_TOKENS_FIELD_NUMBER: _ClassVar[int]
     IS_AGENT_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +327,7 @@ class Observation(_message.Message):
     GIVEN_REPLY_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_ANSWER_FIELD_NUMBER: _ClassVar[int]
     JUDGES_GROUP_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
     max_reply_tokens: int
     is_agent: bool
@@ -334,7 +335,8 @@ class Observation(_message.Message):
     given_reply: str
     expected_answer: str
     judges_group: bool
-    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ..., expected_answer: _Optional[str] = ..., judges_group: bool = ...) -> None: ...
+    teacher_messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., max_reply_tokens: _Optional[int] = ..., is_agent: bool = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ..., expected_answer: _Optional[str] = ..., judges_group: bool = ..., teacher_messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class AgentCall(_message.Message):
     __slots__ = ("call", "method", "path", "headers", "body", "branch", "is_abandoned")
@@ -400,7 +402,7 @@ class AgentResult(_message.Message):
     def __init__(self, reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., shares: _Optional[_Mapping[str, float]] = ..., rewards: _Optional[_Mapping[str, float]] = ..., reply_rewards: _Optional[_Iterable[_Union[ReplyReward, _Mapping]]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("reward", "done", "messages", "metrics", "tools_json", "given_reply", "token_rewards")
+    __slots__ = ("reward", "done", "messages", "metrics", "tools_json", "given_reply", "token_rewards", "teacher_messages")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -415,6 +417,7 @@ class Verdict(_message.Message):
     TOOLS_JSON_FIELD_NUMBER: _ClassVar[int]
     GIVEN_REPLY_FIELD_NUMBER: _ClassVar[int]
     TOKEN_REWARDS_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_MESSAGES_FIELD_NUMBER: _ClassVar[int]
     reward: float
     done: bool
     messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
@@ -422,7 +425,8 @@ class Verdict(_message.Message):
     tools_json: str
     given_reply: str
     token_rewards: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ..., token_rewards: _Optional[_Iterable[float]] = ...) -> None: ...
+    teacher_messages: _containers.RepeatedCompositeFieldContainer[ChatMessage]
+    def __init__(self, reward: _Optional[float] = ..., done: bool = ..., messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tools_json: _Optional[str] = ..., given_reply: _Optional[str] = ..., token_rewards: _Optional[_Iterable[float]] = ..., teacher_messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ...) -> None: ...
 
 class GroupVerdict(_message.Message):
     __slots__ = ("verdicts",)

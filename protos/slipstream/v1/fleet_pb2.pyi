@@ -86,7 +86,7 @@ class SamplingSettings(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_reply_tokens: _Optional[int] = ..., max_turns: _Optional[int] = ..., max_episode_tokens: _Optional[int] = ..., ignore_eos: bool = ..., max_prompt_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop: _Optional[_Iterable[str]] = ..., max_total_tokens: _Optional[int] = ..., max_branches: _Optional[int] = ..., max_images: _Optional[int] = ..., max_image_bytes: _Optional[int] = ..., adapter: _Optional[str] = ..., by_start: bool = ..., prompt_logprobs: bool = ..., seed: _Optional[int] = ..., min_p: _Optional[float] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("group_id", "environment", "task_index", "seed", "members", "deadline_step", "purpose", "sampling", "max_attempts", "first_attempt", "timeout_s", "chat_template_kwargs_json", "prompt_token_ids")
+    __slots__ = ("group_id", "environment", "task_index", "seed", "members", "deadline_step", "purpose", "sampling", "max_attempts", "first_attempt", "timeout_s", "chat_template_kwargs_json", "prompt_token_ids", "has_reference")
     GROUP_ID_FIELD_NUMBER: _ClassVar[int]
     ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
     TASK_INDEX_FIELD_NUMBER: _ClassVar[int]
@@ -100,6 +100,7 @@ class Lease(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_KWARGS_JSON_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    HAS_REFERENCE_FIELD_NUMBER: _ClassVar[int]
     group_id: str
     environment: str
     task_index: int
@@ -113,7 +114,8 @@ class Lease(_message.Message):
     timeout_s: float
     chat_template_kwargs_json: str
     prompt_token_ids: bytes
-    def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., deadline_step: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., max_attempts: _Optional[int] = ..., first_attempt: _Optional[int] = ..., timeout_s: _Optional[float] = ..., chat_template_kwargs_json: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ...) -> None: ...
+    has_reference: bool
+    def __init__(self, group_id: _Optional[str] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., members: _Optional[_Iterable[int]] = ..., deadline_step: _Optional[int] = ..., purpose: _Optional[_Union[_trajectory_pb2.EpisodePurpose, str]] = ..., sampling: _Optional[_Union[SamplingSettings, _Mapping]] = ..., max_attempts: _Optional[int] = ..., first_attempt: _Optional[int] = ..., timeout_s: _Optional[float] = ..., chat_template_kwargs_json: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., has_reference: bool = ...) -> None: ...
 
 class ServerHello(_message.Message):
     __slots__ = ("server_id", "server_epoch", "protocol_version", "max_episodes", "engine_workers", "max_model_len", "host", "queue_bytes", "place", "from_storage", "process", "undelivered", "engine_settings", "disabled_features")

@@ -116,7 +116,7 @@ class ImagePlace(_message.Message):
     def __init__(self, offset: _Optional[int] = ..., image: _Optional[int] = ...) -> None: ...
 
 class Trajectory(_message.Message):
-    __slots__ = ("run_id", "group_id", "member", "attempt", "server_id", "server_epoch", "environment", "task_index", "seed", "purpose", "status", "failure", "will_retry", "token_ids", "run_lengths", "behavior_logprobs", "version_spans", "reward", "metrics", "num_turns", "generation_s", "environment_s", "checksum", "reply_text", "prompt_text", "routed_experts", "branches", "is_given", "reference", "images", "image_places", "adapter", "max_reply_tokens", "expected_answer", "token_rewards", "prompt_logprobs", "kept_tokens", "judged_lease")
+    __slots__ = ("run_id", "group_id", "member", "attempt", "server_id", "server_epoch", "environment", "task_index", "seed", "purpose", "status", "failure", "will_retry", "token_ids", "run_lengths", "behavior_logprobs", "version_spans", "reward", "metrics", "num_turns", "generation_s", "environment_s", "checksum", "reply_text", "prompt_text", "routed_experts", "branches", "is_given", "reference", "images", "image_places", "adapter", "max_reply_tokens", "expected_answer", "token_rewards", "prompt_logprobs", "kept_tokens", "judged_lease", "teacher_prompt")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +162,7 @@ class Trajectory(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     JUDGED_LEASE_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     group_id: str
     member: int
@@ -200,7 +201,8 @@ class Trajectory(_message.Message):
     prompt_logprobs: bytes
     kept_tokens: bytes
     judged_lease: int
-    def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[EpisodePurpose, str]] = ..., status: _Optional[_Union[EpisodeStatus, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., will_retry: bool = ..., token_ids: _Optional[bytes] = ..., run_lengths: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., num_turns: _Optional[int] = ..., generation_s: _Optional[float] = ..., environment_s: _Optional[float] = ..., checksum: _Optional[int] = ..., reply_text: _Optional[str] = ..., prompt_text: _Optional[str] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., is_given: bool = ..., reference: _Optional[_Union[ReferenceLogprobs, _Mapping]] = ..., images: _Optional[_Iterable[bytes]] = ..., image_places: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ..., adapter: _Optional[str] = ..., max_reply_tokens: _Optional[int] = ..., expected_answer: _Optional[str] = ..., token_rewards: _Optional[bytes] = ..., prompt_logprobs: _Optional[bytes] = ..., kept_tokens: _Optional[bytes] = ..., judged_lease: _Optional[int] = ...) -> None: ...
+    teacher_prompt: bytes
+    def __init__(self, run_id: _Optional[str] = ..., group_id: _Optional[str] = ..., member: _Optional[int] = ..., attempt: _Optional[int] = ..., server_id: _Optional[str] = ..., server_epoch: _Optional[int] = ..., environment: _Optional[str] = ..., task_index: _Optional[int] = ..., seed: _Optional[int] = ..., purpose: _Optional[_Union[EpisodePurpose, str]] = ..., status: _Optional[_Union[EpisodeStatus, str]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., will_retry: bool = ..., token_ids: _Optional[bytes] = ..., run_lengths: _Optional[_Iterable[int]] = ..., behavior_logprobs: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., reward: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., num_turns: _Optional[int] = ..., generation_s: _Optional[float] = ..., environment_s: _Optional[float] = ..., checksum: _Optional[int] = ..., reply_text: _Optional[str] = ..., prompt_text: _Optional[str] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., branches: _Optional[_Iterable[_Union[Branch, _Mapping]]] = ..., is_given: bool = ..., reference: _Optional[_Union[ReferenceLogprobs, _Mapping]] = ..., images: _Optional[_Iterable[bytes]] = ..., image_places: _Optional[_Iterable[_Union[ImagePlace, _Mapping]]] = ..., adapter: _Optional[str] = ..., max_reply_tokens: _Optional[int] = ..., expected_answer: _Optional[str] = ..., token_rewards: _Optional[bytes] = ..., prompt_logprobs: _Optional[bytes] = ..., kept_tokens: _Optional[bytes] = ..., judged_lease: _Optional[int] = ..., teacher_prompt: _Optional[bytes] = ...) -> None: ...
 
 class Amount(_message.Message):
     __slots__ = ("trajectories", "tokens")

@@ -101,6 +101,13 @@ def chat_messages(
     return tuple(ChatMessage.from_pb(message) for message in answer.messages)
 
 
+def teacher_messages(
+    answer: environment_pb2.Observation | environment_pb2.Verdict,
+) -> tuple[ChatMessage, ...]:
+    """Returns the messages that the reference model reads in place of others; () if none."""
+    return tuple(ChatMessage.from_pb(message) for message in answer.teacher_messages)
+
+
 class ParsedReply(NamedTuple):
     """The parts of a reply that the run's parsers found; `content` is the remaining text."""
 

@@ -23,7 +23,7 @@ from slipstream.core.types import (
     expert_dtype,
 )
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.protocol.codec import merge_spans, pack_logprobs
+from slipstream.protocol.codec import merge_spans, pack_logprobs, pack_tokens
 
 from support.fakes.plain_trajectory import plain_trajectory
 
@@ -173,6 +173,11 @@ def prompt_logprobs(draw: st.DrawFn, run_lengths: tuple[int, ...]) -> bytes:
     return pack_logprobs(draw(earned(num_scored)))
 
 
+teacher_prompts = st.lists(uint32, max_size=5).map(
+    lambda token_ids: pack_tokens(np.array(token_ids, np.uint32))
+)
+
+
 @st.composite
 def kept_tokens(draw: st.DrawFn, sampled_ids: list[int]) -> bytes:
     """Draws sets that have the sampled tokens; some tokens were drawn from all."""
@@ -202,6 +207,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
             np.uint32,
         )
     )
+    branches_of_runs = draw(branches(len(run_lengths)))
     is_sampled = np.repeat(np.arange(len(run_lengths)) % 2 == 1, run_lengths)
     sampled_ids = token_ids[is_sampled].tolist()
     return Trajectory(
@@ -243,7 +249,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         prompt_text=draw(texts),
         reply_text=draw(texts),
         routed_experts=draw(st.none() | routed_experts(num_tokens)),
-        branches=draw(branches(len(run_lengths))),
+        branches=branches_of_runs,
         is_given=draw(st.booleans()),
         reference=draw(st.none() | references(num_sampled)),
         images=tuple(images),
@@ -253,6 +259,7 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
         expected_answer=draw(texts),
         prompt_logprobs=draw(prompt_logprobs(run_lengths)),
         kept_tokens=draw(kept_tokens(sampled_ids)),
+        teacher_prompt=b"" if branches_of_runs else draw(teacher_prompts),
     )
 
 

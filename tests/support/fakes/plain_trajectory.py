@@ -61,6 +61,7 @@ def plain_trajectory(
         "prompt_logprobs": b"",
         "kept_tokens": b"",
         "judged_lease": 0,
+        "teacher_prompt": b"",
     }
     return Trajectory(
         token_ids=np.asarray(token_ids, dtype=np.uint32),

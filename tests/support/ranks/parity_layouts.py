@@ -16,6 +16,7 @@ from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ReferenceLogprobs, RoutedExperts, Trajectory
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.codec import pack_tokens
 
 from support.fakes.fake_controller import make_batch, with_branches
 from support.fakes.parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
@@ -34,6 +35,8 @@ class Layout:
     learner: dict = field(default_factory=dict)
     algorithm: dict = field(default_factory=dict)
     extensions: dict = field(default_factory=dict)
+    # The table `reference` of a model that reads other prompts.
+    teacher: dict = field(default_factory=dict)
     # Episodes of several branches, with as many tokens together as `TREES` says.
     sampling: dict = field(default_factory=dict)
     # Pipeline stages send what they hand on only a moment after they were asked to.
@@ -59,6 +62,7 @@ class Layout:
             self.algorithm,
             self.sampling,
             self.extensions,
+            self.teacher,
             self.router_losses,
             optimizer,
         )
@@ -207,6 +211,16 @@ DIVERGENT = {
     "algorithm": REVERSE,
 }
 
+# The policy itself, or what it was before the first step, reads other prompts.
+TAUGHT = {
+    "algorithm": REVERSE,
+    "teacher": {"policy": True, "top_k": TOP_K},
+}
+TAUGHT_BY_OTHER = {
+    "algorithm": {"kl": {"coefficient": 0.5, "placement": "reward", "estimator": "k1"}},
+    "teacher": {"refresh_every_steps": 0},
+}
+
 # Every shared prefix is computed once, however short.
 SHARED = {"shared_prefix_tokens": 1}
 
@@ -235,6 +249,8 @@ WORDS = {
     "top-entropy": {"algorithm": TOP_ENTROPY_LOSS},
     "divergent": DIVERGENT,
     "by-environment": BY_ENVIRONMENT,
+    "taught": TAUGHT,
+    "taught-by-other": TAUGHT_BY_OTHER,
     "own-losses": OWN_LOSSES,
     "replay": {"algorithm": REPLAY},
     "forward-top-k": {"algorithm": FORWARD},
@@ -285,6 +301,9 @@ LONG = """
     one-by-environment-trees-shared one-own-losses cp2-own-losses dp2-own-losses
     pp2-vpp2-own-losses tp2-sp-trees-own-losses one-trees-own-losses one-divergent cp2-divergent
     one-trees-divergent tp2-sp-trees-divergent
+    one-taught cp2-taught dp2-taught tp2-sp-taught pp2-vpp2-taught one-taught-by-other-cut
+    tp2-sp-taught-by-other-cut one-taught-by-environment one-taught-by-other cp2-taught-by-other
+    one-taught-moe ep2-taught-moe one-taught-split
     one-trees-split one-trees-shared-split cp2-trees-split tp2-sp-offload-split
     one-replay-split-moe ep2-cp2-replay-split-moe dp2-distopt-split one-cut-split tp2-sp-cut-split
 """
@@ -382,7 +401,9 @@ def config_of(job: str, folder: Path, **changes: dict) -> Config:
     layout = (LAYOUTS | EXTRAORDINARY)[name]
     tables = {"algorithm": layout.algorithm, "learner": layout.learner, "sampling": layout.sampling}
     tables["extensions"] = layout.extensions
-    if "kl" in layout.algorithm:
+    if layout.teacher:
+        tables["reference"] = layout.teacher
+    elif "kl" in layout.algorithm:
         server = {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"}
         tables["reference"] = {"server": server, "top_k": TOP_K}
         tables["sampling"] = layout.sampling | {"temperature": 1.0}
@@ -410,8 +431,11 @@ def batches(config: Config) -> list[Batch]:
         batches = [with_branches(batch, vocab_size=VOCAB, max_tokens=longest) for batch in batches]
     if config.replays_sampling:
         batches[:] = map(with_kept_tokens, batches)
-    if config.reference is not None:
+    if config.reference is not None and config.reference.server is not None:
         batches = [with_reference(batch) for batch in batches]
+    elif config.reference is not None:
+        longest = config.sampling.max_episode_tokens
+        batches = [with_teacher(batch, max_tokens=longest) for batch in batches]
     return (
         batches if algorithm.router_replay == "off" else [with_experts(batch) for batch in batches]
     )
@@ -444,6 +468,21 @@ def with_reference(batch: Batch) -> Batch:
 
     changed = [dataclasses.replace(t, reference=known(t)) for t in batch.trajectories]
     return dataclasses.replace(batch, trajectories=tuple(changed))
+
+
+def with_teacher(batch: Batch, *, max_tokens: int) -> Batch:
+    """Every second episode has a teacher, whose prompt leaves room for the rest of the episode."""
+    random = np.random.default_rng(batch.step)
+    trajectories = list(batch.trajectories)
+    for place in range(0, len(trajectories), 2):
+        trajectory = trajectories[place]
+        rest = len(trajectory.token_ids) - trajectory.run_lengths[0]
+        if trajectory.branches or rest >= max_tokens:
+            continue
+        length = random.integers(1, max_tokens - rest + 1)
+        prompt = random.integers(0, VOCAB, length).astype(np.uint32)
+        trajectories[place] = dataclasses.replace(trajectory, teacher_prompt=pack_tokens(prompt))
+    return dataclasses.replace(batch, trajectories=tuple(trajectories))
 
 
 def with_kept_tokens(batch: Batch) -> Batch:

@@ -1,5 +1,6 @@
 """A training step on transformers and torch alone: one conversation after the other."""
 
+import dataclasses
 import functools
 import json
 from collections import defaultdict
@@ -98,6 +99,23 @@ def adam_step(model: torch.nn.Module, loss: Tensor, rate: float, *, eps: float) 
     squares = [p.grad.square().sum() for p in model.parameters() if p.grad is not None]
     optimizer.step()
     return float(torch.stack(squares).sum().sqrt())
+
+
+def as_teacher_reads(one: Conversation) -> Conversation:
+    """The same sampled tokens behind the prompt that the trajectory has for a teacher, if any."""
+    episode = one.episode
+    if not episode.teacher_prompt:
+        return one
+    prompt = np.frombuffer(episode.teacher_prompt, dtype="<u4")
+    prompt_length, *lengths = episode.run_lengths
+    token_ids = np.concatenate([prompt, episode.token_ids[prompt_length:]])
+    taught = dataclasses.replace(
+        episode,
+        token_ids=token_ids,
+        run_lengths=(len(prompt), *lengths),
+        routed_experts=None,
+    )
+    return dataclasses.replace(one, episode=taught)
 
 
 class PlainPolicy:
@@ -218,7 +236,7 @@ class PlainPolicy:
         """Notes what the policy before the step and the reference say."""
         one.before = self._predictions(one).gather(1, one.targets[:, None])[:, 0]
         if self.reference is not None:
-            reference_logprobs = self.reference._predictions(one)
+            reference_logprobs = self.reference._predictions(as_teacher_reads(one))
             one.reference = reference_logprobs.gather(1, one.targets[:, None])[:, 0]
             one.likely, one.likely_ids = reference_logprobs.topk(self.config.reference.top_k or 1)
 

@@ -89,8 +89,11 @@ def test_nobody_can_leave_out_a_field_of_a_trajectory_but_optional_values_of_tok
 
 def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
     earned = np.array([0, 0.5, 0, 1], np.float32)
-    message = trajectory_to_pb(dataclasses.replace(make_trajectory(4, 4), token_rewards=earned))
-    for name in ("token_ids", "behavior_logprobs", "token_rewards"):
+    trajectory = dataclasses.replace(
+        make_trajectory(4, 4), token_rewards=earned, teacher_prompt=bytes(8)
+    )
+    message = trajectory_to_pb(trajectory)
+    for name in ("token_ids", "behavior_logprobs", "token_rewards", "teacher_prompt"):
         full_value = getattr(message, name)
         for bit in range(8 * len(full_value)):
             damaged = bytearray(full_value)
@@ -121,6 +124,8 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
         ({"branches": (Branch(1), Branch(1))}, "must have an even number of runs, got 1"),
         ({"branches": (Branch(2), Branch(0))}, "must have an even number of runs, got 0"),
         ({"branches": (Branch(2), Branch(2))}, "branches of 4 runs, but 2 runs"),
+        ({"branches": (Branch(2),), "teacher_prompt": bytes(4)}, "is of one conversation"),
+        ({"teacher_prompt": bytes(3)}, "a teacher's prompt of 3 bytes is no list of tokens"),
         (
             {
                 "run_lengths": (2, 2, 2, 2),

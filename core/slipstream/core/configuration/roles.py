@@ -28,8 +28,13 @@ from slipstream.core.settings.role_sections import (
 
 
 def reference_is_policy(config: Config) -> bool:
-    """Whether the reference model is the policy without its adapters, not a model of its own."""
+    """Whether the reference model is the policy, as it is or without its adapters.
+
+    Otherwise it is a model of its own.
+    """
     section = config.reference or ReferenceSection()
+    if section.policy:
+        return config.needs_reference
     is_other = section != ReferenceSection(top_k=section.top_k)
     # Replayed routers follow the policy's own forward pass.
     replays = config.algorithm.router_replay != "off"

@@ -227,6 +227,9 @@ class ReferenceSection(Section):
 
     # Hugging Face folder, by default `model.path`.
     path: Path | None = None
+    # The policy itself as it is before each step, as a
+    # [teacher that reads more](guides/distillation.md#a-teacher-that-reads-more).
+    policy: bool = False
     # Take the policy's weights after every n-th step. 0 means never.
     refresh_every_steps: int = Field(0, ge=0)
     # A table of its own, below.
@@ -240,8 +243,12 @@ class ReferenceSection(Section):
     @model_validator(mode="after")
     def _is_one_model(self) -> Self:
         fields = type(self).model_fields
-        free = ("server", "top_k")
+        free = ("server", "top_k", "policy")
         stated = [k for k, value in self if k not in free and value != fields[k].default]
+        if self.policy and self.server is not None:
+            raise ValueError("policy = true excludes the table server: a teacher is one of them")
+        if self.policy and stated:
+            raise ValueError(f"{stated[0]} has no effect with policy = true: no model is loaded")
         if self.server is not None and stated:
             raise ValueError(
                 f"{stated[0]} has no effect with the table server: the ranks load no reference"

@@ -258,6 +258,11 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
     """Yields one line for each setting that conflicts with `algorithm.router_replay`."""
     if config.algorithm.router_replay == "off":
         return
+    if config.reference is not None and config.reference.policy:
+        yield (
+            "algorithm.router_replay must be 'off' with reference.policy = true: a teacher reads "
+            f"tokens of which no experts are recorded, got {config.algorithm.router_replay!r}"
+        )
     if not config.rollout_server.caches_prefixes:
         yield (
             "algorithm.router_replay needs rollout_server.engine.enable_prefix_caching = true: "

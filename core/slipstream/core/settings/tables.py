@@ -191,6 +191,9 @@ class Tables(_AddedTables):
         if self.reference is not None and self.reference.server is not None:
             # A log-probability, and the most likely tokens with theirs.
             per_token += 4 + 8 * self.reference.top_k
+        if self.needs_reference:
+            # The prompt of a teacher, which has at most as many tokens as an episode.
+            per_token += 4
         branches = BYTES_PER_BRANCH * max(0, self.sampling.max_branches - 16)
         images = self.sampling.max_images * self.sampling.max_image_bytes
         tokens = per_token * self.sampling.total_tokens

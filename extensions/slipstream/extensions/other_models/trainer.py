@@ -4,10 +4,11 @@ The reference is either a frozen model, or the policy without its adapters, whic
 additional memory.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from slipstream.core.configuration.roles import named, reference_is_policy, role
 from slipstream.core.environment_rules import sampling_temperatures
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
-from slipstream.core.types import LogprobArray, ReferenceLogprobs
+from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.loss import ModelEstimates
 from slipstream.learner.trainer.batches.batch import Batch
@@ -36,6 +37,7 @@ from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.learner.trainer.step import StepPart
 from slipstream.learner.trainer.step_cost import StageTimes
 from slipstream.learner.trainer.weights.export import hf_tensors
+from slipstream.protocol.codec import unpack_tokens
 from torch import Tensor
 
 # Standard deviation of the initial values for any hidden size: the states are normalised.
@@ -53,10 +55,11 @@ class Roles(StepPart):
         Raises ConfigError for a model or a setting that cannot work.
         """
         settings = role_settings(config)
-        self.reference: Reference | PolicyWithoutAdapters | None = None
+        self.reference: Reference | PolicyAsReference | None = None
         self.critic: Critic | None = None
         if reference_is_policy(config):
-            self.reference = PolicyWithoutAdapters(policy, config)
+            keeps_adapters = config.reference is not None and config.reference.policy
+            self.reference = PolicyAsReference(policy, config, keeps_adapters=keeps_adapters)
         elif "reference" in settings:
             with named(config, "reference"):
                 self.reference = Reference(settings["reference"], policy.ranks)
@@ -191,9 +194,9 @@ def reference_logprobs(
 ) -> list[ReferenceLogprobs]:
     """Returns, for each trajectory, the log-probabilities of sampled tokens and of top-k tokens.
 
-    The top-k tokens are the `settings.reference.top_k` most likely tokens at each sampled token's
-    position, or none without `settings.reference`. The layout of `model` must be in force.
-    Collective.
+    A trajectory with a teacher's prompt is read behind that in place of its own. The top-k tokens
+    are the `settings.reference.top_k` most likely tokens at each sampled token's position, or none
+    without `settings.reference`. The layout of `model` must be in force. Collective.
     """
     top_k = settings.reference.top_k if settings.reference is not None else 0
     forward = functools.partial(
@@ -201,7 +204,7 @@ def reference_logprobs(
     )
     outputs = batch_outputs(
         model,
-        batch,
+        as_teachers_read(batch),
         forward,
         width=1 + 2 * top_k if top_k else 0,
         temperatures=sampling_temperatures(
@@ -217,24 +220,51 @@ def reference_logprobs(
     ]
 
 
+def as_teachers_read(batch: Batch) -> Batch:
+    """Returns the batch with the prompts of teachers in place of those that the policy read."""
+    trajectories = tuple(map(_as_teacher_reads, batch.trajectories))
+    return dataclasses.replace(batch, trajectories=trajectories)
+
+
+def _as_teacher_reads(trajectory: Trajectory) -> Trajectory:
+    if not trajectory.teacher_prompt:
+        return trajectory
+    prompt = unpack_tokens(trajectory.teacher_prompt)
+    prompt_length, *other_lengths = trajectory.run_lengths
+    return dataclasses.replace(
+        trajectory,
+        token_ids=np.concatenate([prompt, trajectory.token_ids[prompt_length:]]),
+        run_lengths=(len(prompt), *other_lengths),
+        # Images and experts are those of the tokens that the policy read.
+        images=(),
+        image_places=(),
+        routed_experts=None,
+        reference=None,
+        prompt_logprobs=b"",
+        teacher_prompt=b"",
+    )
+
+
 def _sources(task: Megatron) -> Sequence[str]:
     names = task.mapping.hf_param
     return [names] if isinstance(names, str) else list(names.values())
 
 
-class PolicyWithoutAdapters:
-    """The policy with its adapters switched off, used as the reference."""
+class PolicyAsReference:
+    """The policy before a step, used as the reference, or what it is without its adapters."""
 
-    def __init__(self, policy: Policy, config: Config) -> None:
+    def __init__(self, policy: Policy, config: Config, *, keeps_adapters: bool) -> None:
         self.model = policy
         self._config = config
+        self._keeps_adapters = keeps_adapters
 
     def logprobs(self, batch: Batch) -> list[ReferenceLogprobs]:
         """Returns the log-probabilities as `Reference.logprobs` does; collective."""
         policy = self.model
         sharing = self.model.sharing
         noted = None if sharing is None else sharing.saved
-        with without_adapters(policy.chunks):
+        adapters = nullcontext() if self._keeps_adapters else without_adapters(policy.chunks)
+        with adapters:
             logprobs = reference_logprobs(policy, batch, self._config)
         if sharing is not None and noted is not None:
             # The work that sharing saves in this pass does not count for a training step.

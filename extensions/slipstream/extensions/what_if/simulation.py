@@ -70,6 +70,7 @@ ENDED = Trajectory(
     prompt_logprobs=b"",
     kept_tokens=b"",
     judged_lease=0,
+    teacher_prompt=b"",
 )
 # Share of the steps that are left out of the means: at first nothing waits.
 WARM_UP = 0.25

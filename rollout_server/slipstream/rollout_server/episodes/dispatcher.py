@@ -424,7 +424,7 @@ async def _played(play: EpisodeAttempt) -> Status:
         if services.reference is not None and play.is_trained(status):
             recording.close()
             before_s = recording.environment_s
-            scored = services.reference.logprobs(recording.sequences())
+            scored = services.reference.logprobs(recording.reference_sequences())
             recording.reference = await play.ask(scored)
             recording.environment_s = before_s
         return status

@@ -12,13 +12,14 @@ from functools import partial
 
 from slipstream.core.models.vision import PlacedImage, check_pixels
 from slipstream.core.settings.sections import MAX_TURNS
-from slipstream.core.types import Status
+from slipstream.core.types import Purpose, Status
 from slipstream.rollout_server.chat import (
     REPLY,
     ChatMessage,
     ReplyEnding,
     TemplateInputs,
     chat_messages,
+    teacher_messages,
 )
 from slipstream.rollout_server.engine_interface import FinishReason
 from slipstream.rollout_server.episodes import calls
@@ -37,6 +38,8 @@ class EnvironmentTalk:
         self._sampling = play.lease.sampling
         self._renderer = play.model.renderer
         self._agents = play.model.agents
+        # What the reference model reads in place of the prompt.
+        self._teacher = TeacherPrompt(play)
         # Reads replies; None if there is nothing to read in them.
         self._reader: Reader | None = None
 
@@ -66,11 +69,15 @@ class EnvironmentTalk:
             )
         if num_tokens >= limit:
             raise PromptTooLong.for_reply(f"{num_tokens} tokens", limit)
+        self._teacher.take(opening, inputs, after=num_tokens)
+        if num_tokens + self._teacher.num_more_tokens >= limit:
+            tokens = num_tokens + self._teacher.num_more_tokens
+            raise PromptTooLong.for_reply(f"{tokens} tokens for the reference model", limit)
         reply_limit = min(opening.max_reply_tokens or math.inf, sampling.max_reply_tokens)
         given_reply = opening.given_reply
         recording.is_given = bool(given_reply)
         while True:
-            room = recording.room(sampling) - len(context)
+            room = recording.room(sampling) - len(context) - self._teacher.num_more_tokens
             if room < 1:
                 # The environment has judged all replies so far.
                 return Status.TRUNCATED
@@ -102,6 +109,7 @@ class EnvironmentTalk:
             if recording.room(sampling, is_new=True) <= len(context):
                 return Status.TRUNCATED
             recording.begin_branch()
+            self._teacher.check_branches()
 
     async def _offer(self, inputs: TemplateInputs) -> None:
         """Sets the parser of replies to prompts that are rendered with `inputs`.
@@ -168,6 +176,7 @@ class EnvironmentTalk:
             # The tokens that end the reply depend on what follows it.
             reply_tokens = history.reply(given_reply, chat_messages(verdict))[:max_tokens]
             self._play.give(reply_tokens)
+        self._teacher.take(verdict, history.inputs, after=len(recording.token_ids))
         recording.reward += calls.whole_reward(verdict)
         calls.check_sum(recording.reward)
         try:
@@ -176,6 +185,64 @@ class EnvironmentTalk:
             raise calls.misused(str(error)) from None
         recording.metrics.update(verdict.metrics)
         return verdict, parsed.message if parsed else ChatMessage("assistant", reply), truncated
+
+
+class TeacherPrompt:
+    """What the reference model reads in place of the prompt, before the same replies."""
+
+    def __init__(self, play: EpisodeAttempt) -> None:
+        self._recording = play.recording
+        self._renderer = play.model.renderer
+        self._has_reference = play.lease.has_reference
+        self._is_trained = play.lease.purpose is Purpose.TRAINING
+        self._limit = play.lease.sampling.max_episode_tokens
+        # How many tokens longer than the policy's prompt it is.
+        self.num_more_tokens = 0
+
+    def take(
+        self,
+        answer: environment_pb2.Observation | environment_pb2.Verdict,
+        inputs: TemplateInputs,
+        *,
+        after: int,
+    ) -> None:
+        """Takes the messages of an `answer` that came behind so many tokens, if it has any.
+
+        Raises EnvironmentFailed for messages that nothing reads or that have no room, and
+        RenderingFailed.
+        """
+        messages = teacher_messages(answer)
+        if not messages or not self._is_trained:
+            return
+        if not self._has_reference:
+            raise calls.misused(
+                "teacher_messages are for a reference model, which a run has with "
+                "algorithm.kl.coefficient > 0"
+            )
+        if any(message.images for message in messages):
+            raise calls.misused("teacher_messages must be text, got an image")
+        recording = self._recording
+        recording.teacher_prompt = self._renderer.prompt(messages, inputs)
+        self.check_branches()
+        num_tokens = len(recording.teacher_prompt)
+        if not recording.run_lengths:
+            self.num_more_tokens = max(0, num_tokens - after)
+            return
+        num_read = num_tokens + after - recording.run_lengths[0]
+        if num_read > self._limit:
+            raise calls.misused(
+                f"teacher_messages of {num_tokens} tokens and the episode behind its prompt must "
+                f"fit sampling.max_episode_tokens = {self._limit}, got {num_read}"
+            )
+        self.num_more_tokens = max(0, num_read - after)
+
+    def check_branches(self) -> None:
+        """Raises EnvironmentFailed if the episode has several conversations."""
+        if self._recording.teacher_prompt and self._recording.ended_branches:
+            raise calls.misused(
+                "teacher_messages are of an episode with one conversation, which new tools or a "
+                "template that writes earlier replies anew have ended"
+            )
 
 
 class History:

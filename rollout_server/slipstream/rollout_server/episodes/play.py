@@ -31,7 +31,7 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.protocol.codec import merge_spans, pack_logprobs, unpack_tokens
+from slipstream.protocol.codec import merge_spans, pack_logprobs, pack_tokens, unpack_tokens
 from slipstream.rollout_server.agents.call_records import CallRecords
 from slipstream.rollout_server.chat import (
     ENDED_BY_MODEL,
@@ -246,7 +246,7 @@ class EpisodeServices:
 
     model: ServedModel
     environments: Environments
-    # The server of the reference model; None if the run has none.
+    # The server of the reference model; None if no server answers for it.
     reference: References | None = None
     # Keeps the answered calls of agents; None where an episode that is lost begins anew.
     call_records: CallRecords | None = None
@@ -296,6 +296,8 @@ class Lease:
     template_values: str = ""
     # The whole prompt of an episode without an environment; () if the environment gives it.
     prompt: tuple[int, ...] = ()
+    # Whether the run has a reference model.
+    has_reference: bool = False
 
     def ended_at(self, ends: ReplyEnds) -> Lease:
         """Returns the lease whose replies also end at the chat template's end.
@@ -338,6 +340,7 @@ class Lease:
             timeout_s=message.timeout_s,
             template_values=message.chat_template_kwargs_json,
             prompt=tuple(unpack_tokens(message.prompt_token_ids).tolist()),
+            has_reference=message.has_reference,
         )
 
 
@@ -393,6 +396,7 @@ def trajectory_of(play: EpisodeAttempt, status: Status, failure: Failure | None)
     kept_tokens = b""
     if is_trained:
         kept_tokens = KeptTokens.joined(recording.kept_tokens).packed()
+    teacher_prompt = np.array(recording.teacher_prompt if is_trained else [], dtype=np.uint32)
     sampled: dict[str, Any] = recording.sampled_arrays
     return Trajectory(
         run_id=identity.run_id,
@@ -431,4 +435,5 @@ def trajectory_of(play: EpisodeAttempt, status: Status, failure: Failure | None)
         prompt_logprobs=recording.prompt_logprobs,
         kept_tokens=kept_tokens,
         judged_lease=recording.judged_lease,
+        teacher_prompt=pack_tokens(teacher_prompt),
     )

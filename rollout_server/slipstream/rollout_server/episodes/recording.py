@@ -64,6 +64,8 @@ class Recording(TokenRecord):
     image_places: list[ImagePlace] = field(default_factory=list)
     # The number of tokens before the current conversation.
     start: int = 0
+    # The tokens that the reference model reads in place of the first context; [] if the same.
+    teacher_prompt: list[int] = field(default_factory=list)
     # The log-probabilities of the sampled tokens under the reference model.
     reference: ReferenceLogprobs | None = None
 
@@ -179,6 +181,21 @@ class Recording(TokenRecord):
             run = run + branch.num_runs
             token = end
         return sequences
+
+    def reference_sequences(self) -> list[ScoredSequence]:
+        """Returns the `sequences` as the reference model reads them."""
+        sequences = self.sequences()
+        if not self.teacher_prompt:
+            return sequences
+        (sequence,) = sequences
+        prompt_length = self.run_lengths[0]
+        is_sampled = np.zeros(len(self.teacher_prompt), dtype=np.bool_)
+        return [
+            ScoredSequence(
+                self.teacher_prompt + list(sequence.token_ids[prompt_length:]),
+                np.concatenate([is_sampled, sequence.is_sampled[prompt_length:]]),
+            )
+        ]
 
     def close(self) -> None:
         """Ends the record: a branch whose last context has no reply gets an empty reply."""

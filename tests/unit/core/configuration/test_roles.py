@@ -298,12 +298,38 @@ kl = {estimator = "forward_top_k", placement = "reward"}, reference.top_k = 2
     'loss', got 'reward'
 reference.refresh_every_steps = 2
     reference: refresh_every_steps has no effect with the table server: the ranks load no reference
+reference.policy = true
+    reference: policy = true excludes the table server: a teacher is one of them
 """),
 )
 def test_servers_of_a_reference_that_cannot_work_are_refused(tables, cause) -> None:
     penalty = {"kl": {"coefficient": 1.0} | tables.get("kl", {})}
     served = {"reference": {"server": SERVER} | tables.get("reference", {})}
     assert refusal(penalty, **(served if "reference" in tables else {})) == cause
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause"),
+    [
+        (
+            {"reference": {"policy": True, "refresh_every_steps": 2}},
+            "refresh_every_steps has no effect with policy = true: no model is loaded",
+        ),
+        (
+            {"reference": {"policy": True}, "algorithm": {"router_replay": "rollout"}},
+            "algorithm.router_replay must be 'off' with reference.policy = true",
+        ),
+    ],
+)
+def test_what_the_policy_as_its_own_teacher_excludes_is_refused(changes, cause: str) -> None:
+    algorithm = KL | changes.get("algorithm", {})
+    assert cause in refusal(algorithm, reference=changes["reference"])
+
+
+def test_a_policy_that_teaches_itself_takes_no_model_of_its_own() -> None:
+    config = config_with(KL, reference={"policy": True})
+    assert reference_is_policy(config)
+    assert "reference" not in role_settings(config)
 
 
 def test_a_server_answers_at_temperature_1_alone() -> None:

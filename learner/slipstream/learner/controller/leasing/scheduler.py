@@ -383,6 +383,7 @@ class Scheduler:
             timeout_s=spec.timeout_s,
             chat_template_kwargs_json=spec.chat_template_kwargs_json,
             prompt_token_ids=b"" if prompt is None else prompt.token_ids,
+            has_reference=self._config.needs_reference,
         )
 
     def send_evaluation(self, session: ServerSession, groups: Sequence[Group]) -> None:

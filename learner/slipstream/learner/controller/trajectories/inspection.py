@@ -33,7 +33,12 @@ from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.protocol.codec import MAX_TRAJECTORY_BYTES, decode_trajectory, trajectory_from_pb
+from slipstream.protocol.codec import (
+    MAX_TRAJECTORY_BYTES,
+    decode_trajectory,
+    trajectory_from_pb,
+    unpack_tokens,
+)
 from slipstream.protocol.queue.base import Delivery
 from slipstream.v1 import trajectory_pb2
 
@@ -95,6 +100,10 @@ def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
         return f"its branches have {size} tokens, sampling.max_total_tokens is {max_tokens}"
     if not number and size > max_tokens:
         return f"it has {size} tokens, sampling.max_episode_tokens is {max_tokens}"
+    if trajectory.teacher_prompt:
+        read = len(trajectory.teacher_prompt) // 4 + size - sum(trajectory.run_lengths[:1])
+        if read > max_tokens:
+            return f"its reference reads {read} tokens, sampling.max_episode_tokens is {max_tokens}"
     turns = max(trajectory.num_turns, len(trajectory.run_lengths) // 2)
     max_turns = sampling.max_turns or MAX_TURNS
     if turns > max_turns:
@@ -124,6 +133,18 @@ def _kept_fault(trajectory: Trajectory, vocabulary: int) -> str:
     largest = int(kept_tokens.ids.max(initial=0))
     if largest >= vocabulary:
         return f"kept token {largest} is outside the vocabulary of {vocabulary}"
+    return ""
+
+
+def _teacher_fault(trajectory: Trajectory, vocabulary: int, *, has_reference: bool) -> str:
+    """Returns what is wrong with the prompt that the reference model reads, or "" for no fault."""
+    if not trajectory.teacher_prompt:
+        return ""
+    if not has_reference:
+        return "it has a teacher's prompt in a run without a reference model"
+    largest = int(unpack_tokens(trajectory.teacher_prompt).max(initial=0))
+    if vocabulary and largest >= vocabulary:
+        return f"token {largest} of its teacher's prompt is outside the vocabulary of {vocabulary}"
     return ""
 
 
@@ -298,6 +319,9 @@ class Inspector:
             largest = int(np.maximum.reduce(trajectory.token_ids))
             if largest >= vocabulary:
                 return f"token {largest} is outside the vocabulary of {vocabulary}"
+        has_reference = config.needs_reference
+        if fault := _teacher_fault(trajectory, vocabulary, has_reference=has_reference):
+            return fault
         if fault := _kept_fault(trajectory, vocabulary):
             return fault
         logprobs = trajectory.behavior_logprobs

@@ -4,6 +4,7 @@ import dataclasses
 import numpy as np
 import pytest
 from slipstream.core.kept_tokens import KeptTokens
+from slipstream.core.settings.algorithm_section import KlSection
 from slipstream.core.settings.role_sections import ReferenceSection, ReferenceServerSection
 from slipstream.core.types import (
     Branch,
@@ -18,11 +19,13 @@ from slipstream.core.types import (
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import Inspector
+from slipstream.protocol.codec import pack_tokens
 from support.fakes.fake_trajectories import GOOD, plain_group
 from support.rigs.lease_rig import books_of
 from support.rigs.publishing_scene import nothing, run_of
 
 KEY = ServerKey(ServerId("a"), 0xF)
+POLICY = ReferenceSection(policy=True)
 RUN = run_of(
     algorithm={"max_staleness": 2},
     sampling={
@@ -47,7 +50,9 @@ def fault_of(
     reference: ReferenceSection | None = None,
 ) -> str:
     run = copy.copy(RUN)
-    run.config = RUN.config.model_copy(update={"reference": reference})
+    kl = KlSection(coefficient=0.0 if reference is None else 0.1)
+    algorithm = RUN.config.algorithm.model_copy(update={"kl": kl})
+    run.config = RUN.config.model_copy(update={"reference": reference, "algorithm": algorithm})
     books = books_of(run)
     books.fleet.epochs.join(KEY)
     inspector = Inspector(run, books, run_again=nothing)
@@ -165,6 +170,24 @@ def scored(top_k: int, largest: int) -> dict[str, object]:
     ids = np.tile(np.arange(largest, largest - top_k, -1, dtype=np.uint32), (2, 1))
     likely = np.full((2, top_k), -3.0, np.float32)
     return {"reference": ReferenceLogprobs(-np.ones(2, np.float32), ids, likely)}
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "reference", "cause"),
+    [
+        ([1, 9], POLICY, ""),
+        ([1, 9], None, "it has a teacher's prompt in a run without a reference model"),
+        ([1, 10], POLICY, "token 10 of its teacher's prompt is outside the vocabulary of 10"),
+        ([1] * 62, POLICY, ""),
+        ([1] * 63, POLICY, "its reference reads 65 tokens, sampling.max_episode_tokens is 64"),
+    ],
+)
+def test_a_teacher_reads_what_the_run_allows(
+    token_ids: list[int], reference: ReferenceSection | None, cause: str
+) -> None:
+    prompt = np.array(token_ids, np.uint32)
+    trajectory = dataclasses.replace(GOOD, teacher_prompt=pack_tokens(prompt))
+    assert fault_of(trajectory, None, reference=reference) == cause
 
 
 @pytest.mark.parametrize(
