@@ -96,11 +96,15 @@ def written_run(folder: Path) -> Path:
     """A run of two environments and an evaluation, whose replies are `TEXTS`."""
 
     def played(name: str, **table: object) -> dict[str, object]:
-        return {"name": name, "reference": f"x:{name.split('-')[0].title()}", **table}
+        return {
+            "name": name,
+            "reference": f"x:{name.split('-')[0].title().replace('/', '')}",
+            **table,
+        }
 
     config = small_config(
         run={"name": folder.name, "steps": 150},
-        environments=[played("letters"), played("boxes")],
+        environments=[played("letters"), played("boxes"), played("letters/long")],
         evaluations=[played("boxes-heldout", num_episodes=4)],
     )
     folder.mkdir()
@@ -113,6 +117,8 @@ def written_run(folder: Path) -> Path:
             "reward_mean": 0.25,
             "letters/reward": 0.125,
             "boxes/reward": step / 16,
+            "letters/long/reward": 0.75,
+            "letters/long/right": 0.5,
             "loss": -0.5,
         }
         for step in range(1, 17)
@@ -183,8 +189,13 @@ def test_a_browser_draws_one_colour_an_environment_and_no_curve_twice(tmp_path: 
     charts = page.charts()
     assert charts == {
         "Reward": [("all", "in training 0.25")],
-        "Reward by environment": [("c0", "letters 0.125"), ("c1", "boxes 1")],
+        "Reward by environment": [
+            ("c0", "letters 0.125"),
+            ("c1", "boxes 1"),
+            ("c2", "letters/long 0.75"),
+        ],
         "Held-out reward by environment": [("c1 dashed", "boxes-heldout 0.5")],
+        "Right": [("c2", "letters/long 0.5")],
         "Loss": [("c0", " -0.5")],
         "Seconds of a step": [("c0", "whole step 2.7")],
     }

@@ -52,8 +52,8 @@ class StepNumbers:
     # Numbers of trajectories, one for each, by name; `replies` has one for each reply.
     columns: dict[str, list[float]] = field(default_factory=dict)
     replies: list[int] = field(default_factory=list)
-    # Values of an environment's metrics, by "environment/metric".
-    metrics: dict[str, list[float]] = field(default_factory=dict)
+    # Values of the metrics of environments, by environment and metric.
+    metrics: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     num_episodes: Counter[str] = field(
         default_factory=Counter,
     )
@@ -98,11 +98,10 @@ class StepNumbers:
         for name in ("turns", "branches", "generation_s", "environment_s"):
             row[f"{name}_mean"] = _mean(self.columns[name])
         row["truncated_fraction"] = _mean(self.columns["truncated"])
-        for name, values in self.metrics.items():
-            environment = name.partition("/")[0]
-            is_ignored = name.partition("/")[2].startswith(_IGNORED)
+        for (environment, metric), values in self.metrics.items():
+            is_ignored = metric.startswith(_IGNORED)
             number = self.num_episodes[environment] if is_ignored else len(values)
-            row[name] = math.fsum(values) / number
+            row[f"{environment}/{metric}"] = math.fsum(values) / number
         has_branches = any(group.has_branches for group in self.groups.values())
         if not has_branches:
             row |= self._equal_rewards()
@@ -271,7 +270,7 @@ def _note(
         **message.metrics,
         "reward": message.reward,
     }.items():
-        numbers.metrics.setdefault(f"{environment}/{metric}", []).append(value)
+        numbers.metrics.setdefault((environment, metric), []).append(value)
     numbers.rewards[name] = message.reward
     group = numbers.groups.setdefault(
         message.group_id, GroupNumbers(environment, message.task_index)
