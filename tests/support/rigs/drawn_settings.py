@@ -13,8 +13,15 @@ from pydantic.fields import FieldInfo
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FUNCTIONS, FunctionKind
+from slipstream.extensions.by_environment.settings import EnvironmentEntry
 
 Changes = dict[str, JsonValue]
+# The environment that may have values of its own.
+OWN = "own"
+OF_ENVIRONMENT = f"extensions.by_environment.environments.{OWN}."
+
+# The arguments of their functions are drawn with these.
+_WITH_FUNCTIONS = (AlgorithmSection, EnvironmentEntry)
 
 
 @dataclass(frozen=True)
@@ -31,18 +38,28 @@ class Setting:
     @property
     def is_choice(self) -> bool:
         """Whether the setting has a few values, such as the names of functions."""
-        kind = self.name.removeprefix("algorithm.")
         annotation = self.field.annotation
-        return kind in FUNCTIONS or annotation is bool or get_origin(annotation) is typing.Literal
+        return (
+            self._kind in FUNCTIONS
+            or annotation is bool
+            or get_origin(annotation) is typing.Literal
+        )
+
+    @property
+    def _kind(self) -> str:
+        """The kind of function that the setting names, of the run or of one environment."""
+        for table in ("algorithm.", OF_ENVIRONMENT):
+            if self.name.startswith(table):
+                return self.name.removeprefix(table)
+        return ""
 
     def draw(self, chance: random.Random) -> Changes:
         """Returns another value than the default; a function comes with arguments of its own.
 
         Returns nothing for a setting whose values have no bound or choice, such as a path.
         """
-        kind = self.name.removeprefix("algorithm.")
-        if self.section == "algorithm" and kind in FUNCTIONS:
-            return self._function(chance, typing.cast(FunctionKind, kind))
+        if self._kind in FUNCTIONS:
+            return self._function(chance, typing.cast(FunctionKind, self._kind))
         value = _value_of(self.field, chance)
         return {} if value is None else {self.name: value}
 
@@ -68,8 +85,13 @@ def every_setting(model: type[BaseModel] = Config, above: str = "") -> Iterator[
         inner = _section_of(field.annotation)
         if inner is not None:
             yield from every_setting(inner, f"{above}{name}.")
-        elif model is not AlgorithmSection or not name.endswith("_args"):
+        elif model not in _WITH_FUNCTIONS or not name.endswith("_args"):
             yield Setting(f"{above}{name}", field)
+
+
+def environment_settings() -> Iterator[Setting]:
+    """Yields the settings of an environment that has values of its own."""
+    yield from every_setting(EnvironmentEntry, OF_ENVIRONMENT)
 
 
 def _value_of(field: FieldInfo, chance: random.Random) -> JsonValue:

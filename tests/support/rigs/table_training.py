@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from slipstream.core.environment_rules import objectives_of
+from slipstream.core.environment_rules import objectives_of, temperatures_of
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import (
@@ -41,12 +42,15 @@ from torch import Tensor
 
 from support.fakes.packed import packed
 from support.fakes.plain_trajectory import plain_trajectory
+from support.rigs.drawn_settings import OWN
 
 VOCAB = 12
 # The token at which a reply ends.
 END = 0
 # Every third task is one that no reply solves.
 TASKS = 6
+# The environments of the tasks; one of them may have values of its own.
+ENVIRONMENTS = ("environment", OWN)
 FILTERED = 50
 # Stands for the log-probability of no chance, which times 0 is 0.
 LARGE = 1e4
@@ -82,8 +86,16 @@ class TableTraining:
         logits = self._random.normal(0, 1, (VOCAB, VOCAB))
         start = torch.from_numpy(logits)
         self._table = start.to(torch.float32).requires_grad_()
+        own_temperatures = temperatures_of(config)
+        usual = config.sampling.temperature
+        self._temperatures = dict.fromkeys(ENVIRONMENTS, usual)
+        self._temperatures |= own_temperatures
+        self._group_sizes = group_sizes_of(config)
+        # A step moves logits at a low temperature as far as others.
+        lowest = min(self._temperatures.values())
+        self._rate = 0.1 * min(1.0, lowest)
         self._reference = self._logprobs(start)
-        # The log-probabilities of all tokens behind each one, of each version.
+        # The log-probabilities of all tokens behind each one, of each version, by environment.
         self._versions = [self._logprobs(self._table)]
         self._num_groups = 0
 
@@ -108,10 +120,14 @@ class TableTraining:
         }
         return Step(row, groups, advantages)
 
-    def _logprobs(self, table: Tensor) -> np.ndarray:
-        with torch.no_grad():
-            logits = table / self._config.sampling.temperature
-            return logits.log_softmax(-1).numpy().astype(np.float64)
+    def _logprobs(self, table: Tensor) -> dict[str, np.ndarray]:
+        logprobs: dict[str, np.ndarray] = {}
+        for name, temperature in self._temperatures.items():
+            logits = table.detach() / temperature
+            rows = logits.log_softmax(-1)
+            float_rows = rows.numpy()
+            logprobs[name] = float_rows.astype(np.float64)
+        return logprobs
 
     def _groups(self, step: int) -> list[list[Trajectory]] | None:
         algorithm = self._config.algorithm
@@ -130,7 +146,8 @@ class TableTraining:
         number = self._num_groups
         self._num_groups += 1
         task = number % TASKS
-        size = self._config.algorithm.group_size
+        environment = _environment_of(task)
+        size = self._group_sizes.of(environment)
         members = range(size)
         return [self._episode(step, number, task, member) for member in members]
 
@@ -138,14 +155,16 @@ class TableTraining:
         max_tokens = self._config.sampling.max_reply_tokens
         oldest = max(0, step - self._config.algorithm.max_staleness)
         version = int(self._random.integers(oldest, step + 1))
-        prompt = [1 + task, 2 + task]
+        environment = _environment_of(task)
+        rows = self._versions[version][environment]
+        first_token = 1 + task
+        prompt = [first_token, first_token + 1]
         tokens = list(prompt)
         logprobs: list[float] = []
         sets: list[list[int]] = []
         while len(logprobs) < max_tokens and (not logprobs or tokens[-1] != END):
             last_token = tokens[-1]
-            row = self._versions[version][last_token]
-            token, logprob, token_set = self._sampled(row)
+            token, logprob, token_set = self._sampled(rows[last_token])
             tokens.append(token)
             logprobs.append(logprob)
             sets.append(token_set)
@@ -157,7 +176,7 @@ class TableTraining:
             group_id=GroupId(f"g{number}"),
             member=member,
             task_index=task,
-            environment="environment",
+            environment=environment,
             num_turns=1,
             reward=float(is_solvable and tokens[len(prompt)] % 2),
             status=Status.COMPLETED if tokens[-1] == END else Status.TRUNCATED,
@@ -183,11 +202,14 @@ class TableTraining:
         least_chance = sampling.min_p * chances[0]
         stays &= chances >= least_chance
         chances = np.where(stays, chances, 0.0)
-        chances /= chances.sum()
+        total = chances.sum()
+        chances /= total
         place = self._random.choice(VOCAB, p=chances)
         token = int(order[place])
-        logprob = math.log(chances[place])
-        return token, logprob, order[stays].tolist()
+        chance = chances[place]
+        logprob = math.log(chance)
+        token_set = order[stays]
+        return token, logprob, token_set.tolist()
 
     def _train(self, batch: Batch) -> tuple[dict[str, float], dict[TrajectoryId, float]]:
         config = self._config
@@ -225,7 +247,14 @@ class TableTraining:
 
     def _policy(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Returns the log-probabilities of the targets, and the entropies."""
-        logits = self._table[micro_batch.token_ids] / self._config.sampling.temperature
+        temperatures: float | Tensor = self._config.sampling.temperature
+        if micro_batch.temperatures is not None:
+            temperatures = micro_batch.temperatures.float()
+            # Tokens of prompts have none.
+            has_none = temperatures == 0
+            temperatures = temperatures.masked_fill(has_none, 1.0)
+            temperatures = temperatures[:, None]
+        logits = self._table[micro_batch.token_ids] / temperatures
         if micro_batch.kept_ids is None:
             is_kept = torch.ones_like(logits, dtype=torch.bool)
         else:
@@ -239,7 +268,7 @@ class TableTraining:
     def _update(self, loss: Tensor) -> None:
         (gradient,) = torch.autograd.grad(loss, [self._table])
         with torch.no_grad():
-            self._table -= gradient.clamp(-1.0, 1.0) * 0.1
+            self._table -= gradient.clamp(-1.0, 1.0) * self._rate
 
     def _estimates(self, trajectory: Trajectory) -> ModelEstimates:
         # Engine and learner are one here.
@@ -252,7 +281,7 @@ class TableTraining:
         first = trajectory.run_lengths[0]
         replies = tokens[first:]
         contexts = tokens[first - 1 : -1]
-        rows = self._reference[contexts]
+        rows = self._reference[trajectory.environment][contexts]
         every_logprob = torch.from_numpy(rows)
         kept_tokens = KeptTokens.unpacked(
             trajectory.kept_tokens,
@@ -271,6 +300,11 @@ class TableTraining:
             nothing.astype(np.float32),
         )
         return ModelEstimates(reference, versions=versions)
+
+
+def _environment_of(task: int) -> str:
+    place = task % len(ENVIRONMENTS)
+    return ENVIRONMENTS[place]
 
 
 def flags_of(kept_ids: Tensor) -> Tensor:

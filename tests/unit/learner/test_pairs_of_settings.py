@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 from slipstream.core.errors import ConfigError
+from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.reporting.invariants import broken_invariants
 from support.fakes.small_configs import config_with
-from support.rigs.drawn_settings import Changes, Setting, every_setting
+from support.rigs.drawn_settings import Changes, Setting, environment_settings, every_setting
 from support.rigs.fuzz_budget import times
 from support.rigs.table_training import Step, are_equal, steps
 
@@ -32,6 +33,8 @@ MOST_EPISODES = 128
 SETTINGS = tuple(every_setting())
 # Sections of what a step samples and trains; others decide where and how fast.
 OF_STEPS = tuple(s for s in SETTINGS if s.section in ("algorithm", "sampling", "reference"))
+
+OF_ENVIRONMENT = tuple(environment_settings())
 
 
 def accepted(pair: Sequence[Setting], chance: random.Random) -> tuple[Changes, Config] | None:
@@ -79,7 +82,8 @@ def checked(pairs: Sequence[Sequence[Setting]]) -> int:
         if settings is None:
             continue
         changes, config = settings
-        episodes = config.algorithm.group_size * config.algorithm.groups_per_step
+        largest_group = group_sizes_of(config).largest
+        episodes = largest_group * config.algorithm.groups_per_step
         # The policy of the rig tells no likely tokens of a reference, and has no critic.
         if episodes > MOST_EPISODES or config.algorithm.kl.uses_top_k or config.critic is not None:
             continue
@@ -117,4 +121,20 @@ def test_pairs_of_settings_keep_what_every_step_must_keep() -> None:
 def test_many_pairs_of_the_settings_of_a_step_keep_what_it_must_keep() -> None:
     every_pair = [*itertools.combinations(OF_STEPS, 2)]
     pairs = random.Random(4).sample(every_pair, min(times(300), len(every_pair)))
+    assert checked(pairs) > len(pairs) / 4
+
+
+def test_what_one_environment_has_of_its_own_goes_with_each_setting_of_a_step() -> None:
+    chance = random.Random(5)
+    names = {setting.name.rpartition(".")[2] for setting in OF_ENVIRONMENT if setting.draw(chance)}
+    assert names == {
+        "advantage",
+        "group_size",
+        "kl_coefficient",
+        "loss",
+        "loss_weight",
+        "temperature",
+    }
+    pairs = [*itertools.combinations(OF_ENVIRONMENT, 2)]
+    pairs += [(chance.choice(OF_ENVIRONMENT), chance.choice(OF_STEPS)) for _ in range(times(60))]
     assert checked(pairs) > len(pairs) / 4
