@@ -23,10 +23,11 @@ pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
 
 @dataclass(frozen=True)
 class Kind:
-    """Whether matrices are prepacked, or copied by a plan as on a GPU; workers that share them."""
+    """Whether matrices are prepacked, or copied by a plan as on a GPU; workers and stages."""
 
     packs: bool
-    num_workers: int = 1
+    tensor_parallel: int = 1
+    stages: int = 1
 
 
 @pytest_asyncio.fixture(
@@ -35,7 +36,10 @@ class Kind:
     params=[
         pytest.param(Kind(packs=True), id="packed"),
         pytest.param(Kind(packs=False), id="plain"),
-        pytest.param(Kind(packs=False, num_workers=2), id="two-workers", marks=pytest.mark.slow),
+        pytest.param(
+            Kind(packs=False, tensor_parallel=2), id="two-workers", marks=pytest.mark.slow
+        ),
+        pytest.param(Kind(packs=False, stages=2), id="two-stages", marks=pytest.mark.slow),
     ],
 )
 async def rig(
@@ -47,7 +51,10 @@ async def rig(
         tmp_path_factory.mktemp("model"), num_key_value_heads=2, tie_word_embeddings=True
     )
     lora = {"rank": RANK, "alpha": 7.0, "publish": "adapters"}
-    server = {"tensor_parallel_size": kind.num_workers}
+    server = {
+        "tensor_parallel_size": kind.tensor_parallel,
+        "pipeline_parallel_size": kind.stages,
+    }
     config = config_of_engine(folder, lora=lora, rollout_server=server)
     become_a_server(config)
     base = load_file(folder / "model.safetensors")

@@ -36,13 +36,21 @@ CUT = dataclasses.replace(
 )
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=[1, pytest.param(2, marks=pytest.mark.slow)],
+    ids=["one stage", "two stages"],
+)
+async def rig(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Rig]:
     folder = tmp_path_factory.mktemp("model")
     make_model_folder(folder, tie_word_embeddings=True)
     stored_weights = load_file(folder / "model.safetensors")
     weights = random_weights(stored_weights, seed=1)
-    config = config_of_engine(folder, sampling=CUTS)
+    server = {"pipeline_parallel_size": request.param}
+    config = config_of_engine(folder, sampling=CUTS, rollout_server=server)
     async with started_engine(config) as engine:
         engine_rig = Rig(
             engine=engine,

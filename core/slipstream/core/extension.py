@@ -159,6 +159,8 @@ class Extension:
     # A function of the engine's scheduler, the server's `EngineScheduler` or another extension's
     # subclass of it, that returns a subclass.
     scheduler: str = ""
+    # Whether that subclass was tried with several batches in flight, as engines of stages have.
+    schedules_stages: bool = False
     # A function of the settings and whether the engine computes on a CPU. It returns why the engine
     # leaves out features of the option, by their names; the run's status shows it.
     disabled_features: str = ""

@@ -100,7 +100,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
         images=image_tokens(config.model.path),
         ends=find_reply_ends(config),
     )
-    gpus = gpu_names(os.environ, 0, settings.tensor_parallel_size)
+    gpus = gpu_names(os.environ, 0, settings.num_workers)
     limit_s = config.learner.timeout_s
     # Both may block the event loop: nothing else runs in it yet.
     with (

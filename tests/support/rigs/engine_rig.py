@@ -82,7 +82,9 @@ class Rig:
         layout = layout_of(weights)
         self.publishes += 1
         if self.sender is None:
-            self.sender = GlooSender(f"communicator-{self.publishes}")
+            self.sender = GlooSender(
+                f"communicator-{self.publishes}", num_workers=self.engine.num_workers
+            )
         order = self.sender.order(f"p{self.publishes}", step)
         return await publish(self.engine, self.sender, order, layout, weights)
 

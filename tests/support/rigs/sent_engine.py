@@ -27,6 +27,7 @@ def parse_folders(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     for name in ("folder", "sent", "output"):
         parser.add_argument(name, type=Path)
+    parser.add_argument("--stages", type=int, default=1, help="of the engine's pipeline")
     return parser.parse_args()
 
 
@@ -54,7 +55,11 @@ async def seen_each_time(
         "run": {"name": "test", "steps": 1},
         "model": {"path": str(options.folder), "dtype": "float32"},
         "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": 1e-3},
-        "rollout_server": {"max_episodes": 8, "threads": 1},
+        "rollout_server": {
+            "max_episodes": 8,
+            "threads": 1,
+            "pipeline_parallel_size": options.stages,
+        },
     }
     for name, settings in sections.items():
         table[name] = {**table.get(name, {}), **settings}
@@ -64,7 +69,7 @@ async def seen_each_time(
         await engine.pauses.resume(PolicyVersion(0, 0))
         seen = [await look(engine, "first")]
         dtype = getattr(torch, config.model.dtype)
-        sender = GlooSender("communicator")
+        sender = GlooSender("communicator", num_workers=engine.num_workers)
         for step, folder in enumerate(sent, 1):
             read = load_file(folder / "model.safetensors")
             weights = {name: tensor.to(dtype) for name, tensor in read.items()}

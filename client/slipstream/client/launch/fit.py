@@ -186,11 +186,19 @@ def _needs(config: Config, parameters: int, experts: int) -> Needs:
     return Needs(
         parameters=parameters,
         rank_bytes=rank_bytes,
-        worker_bytes=on_workers / config.rollout_server.tensor_parallel_size,
+        worker_bytes=on_workers * worker_share(config),
         saved_bytes=parameters * saved + beside * in_float32,
         exported_bytes=parameters * weight,
         weight_bytes=weight_bytes,
     )
+
+
+def worker_share(config: Config) -> float:
+    """Returns the largest share of the weights that a worker of an engine has."""
+    server = config.rollout_server
+    stages = server.pipeline_parallel_size
+    share = read_model_sizes(config.model.path).stage_share(stages) if stages > 1 else 1.0
+    return share / server.tensor_parallel_size
 
 
 def check_fit(scene: Scene) -> Iterator[Finding]:
@@ -214,7 +222,7 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
         return
     if not placement.learner:
         if not placement.servers:
-            workers = config.rollout_server.tensor_parallel_size
+            workers = config.rollout_server.num_workers
             ranks = len(share.ranks)
             engine = workers * (cpu_cache_bytes(config) + needs.worker_bytes) / GIB + ENGINE_GIB
             needed = ranks * (needs.rank_bytes / GIB + RANK_GIB) + share.servers * engine
@@ -261,7 +269,7 @@ def gpu_needs(config: Config) -> str:
         return ""
     needs = estimated_needs(config)
     share = config.rollout_server.gpu_memory_utilization
-    workers = config.rollout_server.tensor_parallel_size
+    workers = config.rollout_server.num_workers
     return (
         f"a trainer rank's GPU needs {shown_bytes(needs.rank_bytes)} without activations; an "
         f"engine worker's {shown_bytes(needs.worker_bytes / share)} without cache: 1 of {workers} "
@@ -287,16 +295,19 @@ def gpu_obstacles(config: Config, placement: Placement) -> tuple[str, ...]:
             f"a trainer rank needs {shown_bytes(needs.rank_bytes)} of weights, gradients and "
             f"optimizer state, and has {shown_bytes(room)} of a GPU: {MORE_RANKS}"
         )
-    smallest = _smallest_gpu([gpu for server in placement.servers for gpu in server], gpus)
+    server = config.rollout_server
+    smallest = _smallest_gpu([gpu for names in placement.servers for gpu in names], gpus)
     share = placement.least_memory(config)
     if 0 < smallest * share < needs.worker_bytes:
-        workers = config.rollout_server.tensor_parallel_size
+        width = f"rollout_server.tensor_parallel_size {server.tensor_parallel_size}"
+        if server.pipeline_parallel_size > 1:
+            width += f" * pipeline_parallel_size {server.pipeline_parallel_size}"
         lines.append(
-            f"weights of {shown_bytes(needs.worker_bytes * workers)} over "
-            f"rollout_server.tensor_parallel_size {workers} are "
+            f"weights of {shown_bytes(needs.worker_bytes / worker_share(config))} over {width} are "
             f"{shown_bytes(needs.worker_bytes)} for each worker, which has {share:g} of a GPU of "
             f"{shown_bytes(smallest)}: an engine runs on one host, so raise tensor_parallel_size "
-            "up to its GPUs, take larger ones, or set rollout_server.quantization"
+            "or pipeline_parallel_size up to its GPUs, take larger ones, or set "
+            "rollout_server.quantization"
         )
     return tuple(lines)
 

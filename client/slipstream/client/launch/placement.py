@@ -30,7 +30,7 @@ from slipstream.core.machine.gpus import (
 )
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.sections import QueueEnd
+from slipstream.core.settings.sections import QueueEnd, RolloutServerSection
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.transports import choose_transport
 from slipstream.v1.weights_pb2 import Place
@@ -163,7 +163,7 @@ def place(
     server the next ones. A single GPU is shared by all. Raises ConfigError when the processes do
     not fit.
     """
-    per_server = config.rollout_server.tensor_parallel_size
+    per_server = config.rollout_server.num_workers
     for_learner = None
     for_servers = None
     if ranks:
@@ -180,7 +180,7 @@ def place(
             got = ", ".join(for_learner) or "none"
             raise ConfigError(f"learner.devices must name {rule}, got {got}")
     if for_servers is not None:
-        _check_servers(for_servers, servers, per_server)
+        _check_servers(for_servers, servers, config.rollout_server)
     if not ids:
         return Placement()
     if servers and config.lora.publishes_adapters and config.model.dtype == "float32":
@@ -198,7 +198,7 @@ def place(
         needed = servers * per_server
         for_servers = ids * servers if shares else tuple(free[:needed])
     if len(for_learner) < ranks or len(for_servers) < servers * per_server:
-        raise ConfigError(_too_few(ids, ranks, servers, per_server))
+        raise ConfigError(_too_few(ids, ranks, servers, config.rollout_server))
     cuts = range(0, servers * per_server, per_server)
     used_gpus = {*for_learner, *for_servers} if ranks and servers else set(ids)
     idle = tuple(gpu for gpu in ids if gpu not in used_gpus)
@@ -375,11 +375,20 @@ def _listed(
     return tuple(listed)
 
 
-def _check_servers(devices: Sequence[str], servers: int, per_server: int) -> None:
+def _width(server: RolloutServerSection) -> str:
+    """Returns the settings that decide how many GPUs a server has, with their values."""
+    width = f"tensor_parallel_size = {server.tensor_parallel_size}"
+    if server.pipeline_parallel_size > 1:
+        width += f" * pipeline_parallel_size = {server.pipeline_parallel_size}"
+    return width
+
+
+def _check_servers(devices: Sequence[str], servers: int, section: RolloutServerSection) -> None:
+    per_server = section.num_workers
     if len(devices) != servers * per_server:
         raise ConfigError(
-            f"rollout_server.devices must name {servers * per_server} GPUs, tensor_parallel_size = "
-            f"{per_server} for each of the {servers} rollout servers that start here, "
+            f"rollout_server.devices must name {servers * per_server} GPUs, {_width(section)} for "
+            f"each of the {servers} rollout servers that start here, "
             f"got {', '.join(devices) or 'none'}"
         )
     for at in range(0, len(devices), per_server):
@@ -391,13 +400,19 @@ def _check_servers(devices: Sequence[str], servers: int, per_server: int) -> Non
             )
 
 
-def _too_few(visible: Sequence[str], ranks: int, servers: int, per_server: int) -> str:
+def _too_few(
+    visible: Sequence[str], ranks: int, servers: int, section: RolloutServerSection
+) -> str:
+    per_server = section.num_workers
     needed = [f"{ranks} for the trainer ranks"] if ranks else []
     if servers:
-        width = f" with tensor_parallel_size = {per_server}" if per_server > 1 else ""
+        width = f" with {_width(section)}" if per_server > 1 else ""
         needed.append(f"{servers * per_server} for {servers} rollout servers{width}")
     change = ["learner.world_size"] if ranks else []
-    change += ["rollout_server.count", "rollout_server.tensor_parallel_size"] if servers else []
+    if servers:
+        change += ["rollout_server.count", "rollout_server.tensor_parallel_size"]
+        if section.pipeline_parallel_size > 1:
+            change.append("rollout_server.pipeline_parallel_size")
     line = (
         f"{ranks + servers * per_server} GPUs are needed here, {' and '.join(needed)}, but "
         f"{len(visible)} can be used ({', '.join(visible)}): lower {' or '.join(change)}"

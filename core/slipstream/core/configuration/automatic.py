@@ -176,7 +176,9 @@ def _filled(
     longest_reply_tokens = choice("sampling.max_reply_tokens", max(1, longest * 3 // 4))
 
     # The step, and what it is divided among.
-    workers = choice("rollout_server.tensor_parallel_size", _workers(sizes, model_bytes))
+    stages = tables.rollout_server.pipeline_parallel_size
+    stage_bytes = model_bytes * sizes.stage_share(stages)
+    workers = choice("rollout_server.tensor_parallel_size", _workers(sizes, stage_bytes))
     is_for_gpus = tables.model.dtype != "float32" and parameters >= ON_GPUS
     compares = algorithm.advantage not in ("score", "none")
     size = choice("algorithm.group_size", 8 if compares else 1)
@@ -228,9 +230,9 @@ def _filled(
     if is_for_gpus:
         # An engine is faster with more episodes, as long as their mean length fits its cache: that
         # of one reply, where an episode may be longer than two of them.
-        per_token = sizes.cache_bytes_per_token(2, workers)
+        per_token = sizes.cache_bytes_per_token(2, workers, stages=stages)
         mean_tokens = min(longest / 2, max(1, longest_reply_tokens))
-        fitting = (ENGINE_BYTES - model_bytes / workers) / max(1, per_token * mean_tokens)
+        fitting = (ENGINE_BYTES - stage_bytes / workers) / max(1, per_token * mean_tokens)
         most_episodes = min(SERVER_EPISODES, max(64, int(fitting)))
         open_steps = max_staleness + 1
     if isinstance(batched, int):
@@ -286,14 +288,17 @@ def _node_plan(
     longest_reply_tokens: int,
 ) -> NodePlan:
     """Returns the plan for `gpus`; what the settings state is no choice of the plan's."""
-    speed = ModelSpeed.of(sizes, workers=workers, longest_reply_tokens=longest_reply_tokens)
+    stages = tables.rollout_server.pipeline_parallel_size
+    speed = ModelSpeed.of(
+        sizes, workers=workers, stages=stages, longest_reply_tokens=longest_reply_tokens
+    )
     division = _division(tables)
     if not _divides(tables):
         division = divide_gpus(
             gpus,
             sizes,
             speed,
-            workers=workers,
+            workers=workers * stages,
             tensor_parallel=_tensor_parallel(tables, sizes),
         )
     batches: tuple[int, ...] = (LARGE_BATCH,)
@@ -346,7 +351,8 @@ def describe_plan(tables: Tables) -> list[str]:
     algorithm = tables.algorithm
     reply_tokens = tables.sampling.max_reply_tokens
     workers = tables.rollout_server.tensor_parallel_size
-    speed = ModelSpeed.of(sizes, workers=workers, longest_reply_tokens=reply_tokens)
+    stages = tables.rollout_server.pipeline_parallel_size
+    speed = ModelSpeed.of(sizes, workers=workers, stages=stages, longest_reply_tokens=reply_tokens)
     division = _division(tables)
     plan = NodePlan(
         world_size=division.world_size,
@@ -366,8 +372,10 @@ def describe_plan(tables: Tables) -> list[str]:
         )
     if not {"learner.world_size", "rollout_server.count"}.isdisjoint(tables.automatic):
         trained, sampled = rates(division, speed)
+        with_stages = f", pipeline_parallel_size {stages}" if stages > 1 else ""
         lines.append(
-            f"rollout_server.count {division.num_servers}, tensor_parallel_size {workers}: the "
+            f"rollout_server.count {division.num_servers}, tensor_parallel_size "
+            f"{workers}{with_stages}: the "
             f"division of these GPUs with most tokens; ranks would train {trained:,.0f} and "
             f"servers sample {sampled:,.0f} a second, by the speed of H200s"
         )

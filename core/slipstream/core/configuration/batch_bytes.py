@@ -90,8 +90,12 @@ class BatchBytes:
             queue=config.queue.max_bytes,
             journal=steps_kept * batch,
             weights=weights,
-            worker=weights // server.tensor_parallel_size,
-            communicator_ranks=num_senders + server.count * server.tensor_parallel_size,
+            worker=int(
+                weights
+                * sizes.stage_share(server.pipeline_parallel_size)
+                / server.tensor_parallel_size
+            ),
+            communicator_ranks=num_senders + server.count * server.num_workers,
             ranks_per_host=config.learner.ranks_per_node or config.learner.world_size,
         )
 

@@ -269,6 +269,11 @@ def check_sizes(config: Config) -> list[str]:
             f"got {rollout_tp}"
         )
     problems = itertools.chain(
+        model_rules.stage_problems(
+            sizes,
+            config.rollout_server.pipeline_parallel_size,
+            has_tower=bool(read_model_table(config.model.path).get("vision_config")),
+        ),
         role_problems(config, sizes),
         refusals(sizes.family, sizes.architecture, {"lora.publish": config.lora.publish}),
         model_rules.adapter_problems(config.lora, sizes, learner.parallel.tp),

@@ -77,16 +77,22 @@ class ModelSpeed:
     sampled_token_s: float
 
     @classmethod
-    def of(cls, sizes: ModelSizes, *, workers: int, longest_reply_tokens: int) -> "ModelSpeed":
-        """Returns the speed of a dense model in 16 bits with engines of `workers` GPUs."""
+    def of(
+        cls, sizes: ModelSizes, *, workers: int, longest_reply_tokens: int, stages: int = 1
+    ) -> "ModelSpeed":
+        """Returns the speed of a dense model in 16 bits with engines of `workers` GPUs a stage.
+
+        A token goes through the `stages` one after another, which compute for other tokens
+        meanwhile.
+        """
         parameters = sizes.parameters
         context = PROMPT_TOKENS + longest_reply_tokens * MEAN_SHARE / 2
         cache_bytes = sizes.cache_bytes_per_token(2, workers) * context
-        products_s = 2 * parameters / (workers * SAMPLED_FLOPS)
+        products_s = 2 * parameters / (workers * stages * SAMPLED_FLOPS)
         return cls(
             trained_token_s=6 * parameters / TRAINED_FLOPS,
             engine_step_s=ENGINE_STEP_S + 2 * parameters / (workers * READ_BYTES),
-            sampled_token_s=products_s + cache_bytes / READ_BYTES,
+            sampled_token_s=products_s + cache_bytes / stages / READ_BYTES,
         )
 
     def step_s(self, plan: NodePlan, longest_reply_tokens: int) -> float:

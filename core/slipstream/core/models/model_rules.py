@@ -256,6 +256,33 @@ def _stage_problems(
         )
 
 
+def stage_problems(sizes: ModelSizes, stages: int, *, has_tower: bool) -> Iterator[str]:
+    """Yields a line for each reason why an engine of `stages` cannot have the model.
+
+    `has_tower`: the model sees images.
+    """
+    if stages > 1 and has_tower:
+        yield (
+            "rollout_server.pipeline_parallel_size must be 1 for a model with a vision tower, "
+            f"which was not tried in stages, got {stages}"
+        )
+    if stages > max(1, sizes.layers):
+        yield (
+            f"rollout_server.pipeline_parallel_size must be at most the model's {sizes.layers} "
+            f"layers, got {stages}"
+        )
+    if stages > 1 and sizes.family.is_delta:
+        yield (
+            "rollout_server.pipeline_parallel_size must be 1 for a model with delta nets, which "
+            f"were not tried in stages, got {stages}"
+        )
+    if stages > 1 and sizes.experts and sizes.layers // stages <= sizes.dense_layers:
+        yield (
+            "rollout_server.pipeline_parallel_size must leave a layer with experts to the first "
+            f"stage: {sizes.dense_layers} of {sizes.layers} layers have none, got {stages}"
+        )
+
+
 def cpu_cache_bytes(config: Config) -> int:
     """Returns the bytes of a CPU worker's cache: as set, or the longest episode, 1 GiB at least."""
     server = config.rollout_server
@@ -264,7 +291,9 @@ def cpu_cache_bytes(config: Config) -> int:
         return passed
     sizes = read_model_sizes(config.model.path)
     item_bytes = 4 if config.model.dtype == "float32" else 2
-    per_token = sizes.cache_bytes_per_token(item_bytes, server.tensor_parallel_size)
+    per_token = sizes.cache_bytes_per_token(
+        item_bytes, server.tensor_parallel_size, stages=server.pipeline_parallel_size
+    )
     return max(1 << 30, (config.sampling.max_episode_tokens + _SPARE_TOKENS) * per_token)
 
 

@@ -63,12 +63,29 @@ class ModelSizes:
     # The token that stands for features of an image, as config.json says it; None without vision.
     image_token: Any
 
-    def cache_bytes_per_token(self, item_bytes: int, tp: int) -> int:
-        """Returns a token's KV cache bytes on one of `tp` workers; an element has `item_bytes`."""
+    def cache_bytes_per_token(self, item_bytes: int, tp: int, *, stages: int = 1) -> int:
+        """Returns a token's KV cache bytes on one of `tp` workers; an element has `item_bytes`.
+
+        Of an engine's `stages` it is the one with most layers.
+        """
+        layers = -(-self.layers // stages)
         if self.latent_size:
             # Every worker holds all of it.
-            return self.layers * self.latent_size * item_bytes
-        return 2 * self.layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
+            return layers * self.latent_size * item_bytes
+        return 2 * layers * max(1, self.kv_heads // tp) * self.head_dim * item_bytes
+
+    def stage_share(self, stages: int) -> float:
+        """Returns the largest share of `parameters` that one of an engine's `stages` may have.
+
+        That stage has a layer more than others where they do not divide, and the embedding or the
+        head, of which both ends have one.
+        """
+        if stages == 1:
+            return 1.0
+        vocab = self.hidden * self.vocab
+        in_layers = self.parameters - vocab * (1 if self.has_tied_output else 2)
+        of_stage = in_layers * -(-self.layers // stages) / max(1, self.layers) + vocab
+        return of_stage / self.parameters
 
     @property
     def routing_bytes_per_token(self) -> int:

@@ -42,7 +42,7 @@ OWNED = {
     "quantization": "set rollout_server.quantization",
     "quantization_config": "set rollout_server.quantization",
     "tensor_parallel_size": _WORKERS,
-    "pipeline_parallel_size": _WORKERS,
+    "pipeline_parallel_size": "set rollout_server.pipeline_parallel_size",
     "prefill_context_parallel_size": _WORKERS,
     "device_ids": "set rollout_server.devices",
     "gpu_memory_utilization": "set rollout_server.gpu_memory_utilization",
@@ -110,6 +110,11 @@ def engine_problems(server: RolloutServerSection) -> Iterator[str]:
         yield (
             f"{SECTION}.distributed_executor_backend must be one of {', '.join(_EXECUTORS)}, "
             f"got {executor!r}"
+        )
+    if executor == "uni" and server.num_workers > 1:
+        yield (
+            f"{SECTION}.distributed_executor_backend must be 'mp' with several workers, "
+            f"tensor_parallel_size * pipeline_parallel_size = {server.num_workers}, got 'uni'"
         )
     drafts = table.get("speculative_config")
     # vLLM takes names with hyphens, too.

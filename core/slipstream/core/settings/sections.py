@@ -484,8 +484,11 @@ class RolloutServerSection(Section):
     # Most episodes at one time on a server. One on a GPU that the learner uses too has 5/16 of them
     # where others have their own.
     max_episodes: Positive = 64
-    # vLLM workers of one engine.
+    # vLLM workers that share each matrix of one engine.
     tensor_parallel_size: Positive = 1
+    # [Stages](guides/parallelism.md#stages-of-an-engine) of one engine, each with a part of the
+    # layers and `tensor_parallel_size` workers.
+    pipeline_parallel_size: Positive = 1
     # GPUs of the servers on a machine, by default those after the learner's or the only one.
     devices: tuple[int | str, ...] | None = None
     # The engine's share of a GPU's memory. On a learner's GPU the default is 0.4, or 0.3 where
@@ -521,6 +524,11 @@ class RolloutServerSection(Section):
     environment_memory_gib: float | None = Field(None, gt=0)
     # Most processes of an environment worker with its children, beyond which it is ended.
     environment_processes: Positive = 1000
+
+    @property
+    def num_workers(self) -> int:
+        """The number of vLLM workers of one engine, each of which has a GPU."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def drafts(self) -> bool:

@@ -292,6 +292,40 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
             )
 
 
+def stage_problems(config: Tables) -> Iterator[str]:
+    """Yields one line for each setting that engines of several stages exclude."""
+    stages = config.rollout_server.pipeline_parallel_size
+    if stages == 1:
+        return
+    start = f"rollout_server.pipeline_parallel_size = {stages} needs "
+    router_replay = config.algorithm.router_replay
+    if router_replay != "off":
+        yield (
+            f"{start}algorithm.router_replay = 'off', got {router_replay!r}: vLLM records no "
+            "experts over stages"
+        )
+    if config.has_drafts:
+        yield (
+            f"{start}neither drafts nor rollout_server.engine.speculative_config: the last stage "
+            "would draft alone, which was not tried"
+        )
+    if config.sampling.max_images:
+        yield (
+            f"{start}sampling.max_images = 0, got {config.sampling.max_images}: images were not "
+            "tried with stages"
+        )
+    if config.controller.turns == "sleep":
+        yield (
+            f"{start}controller.turns other than 'sleep': stages that give their memory back were "
+            "not tried"
+        )
+    if config.rollout_server.quantization != "off":
+        yield (
+            f"{start}rollout_server.quantization = 'off', got "
+            f"{config.rollout_server.quantization!r}: quantized stages were not tried"
+        )
+
+
 def _lora_problems(config: Tables) -> Iterator[str]:
     rank = config.lora.rank
     tp = config.learner.parallel.tp
@@ -369,6 +403,7 @@ TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     _length_problems,
     _algorithm_problems,
     replay_table_problems,
+    stage_problems,
     _role_problems,
     _lora_problems,
     _extension_problems,

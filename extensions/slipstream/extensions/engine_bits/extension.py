@@ -25,6 +25,11 @@ EXTENSION = Extension(
         Need("learner.parallel.cp", only=1, because="attention would be split by keys"),
         Need("rollout_server.tensor_parallel_size", only=1, because=SPLIT),
         Need(
+            "rollout_server.pipeline_parallel_size",
+            only=1,
+            because="bits of stages were not compared",
+        ),
+        Need(
             "rollout_server.quantization",
             only="off",
             because="it computes with other kernels than the learner's",

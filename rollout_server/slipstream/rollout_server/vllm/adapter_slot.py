@@ -19,6 +19,7 @@ from vllm.lora.model_manager import LoRAModelManager
 from vllm.lora.peft_helper import PEFTHelper
 from vllm.lora.request import LoRARequest
 from vllm.model_executor.models.interfaces import supports_lora
+from vllm.model_executor.models.utils import PPMissingLayer
 
 
 class AdapterRequests:
@@ -119,8 +120,8 @@ class Arriving:
         """Replaces the engine's adapters by the arrived adapters; call it between two steps.
 
         Raises WeightSyncError when the engine has no room for adapters, or when the tensors do not
-        belong to exactly the layers that it computes with an adapter. An adapter may then be
-        missing in the engine.
+        belong to exactly the layers that it computes with an adapter, but for those of other
+        stages. An adapter may then be missing in the engine.
         """
         arrived = self._tensors
         self._tensors = [{} for _ in self._tensors]
@@ -134,6 +135,9 @@ class Arriving:
         expected = {
             part for name in manager.modules for part in manager.packed_modules.get(name, [name])
         }
+        in_other_stages = tuple(
+            f"{name}." for name, layer in model.named_modules() if isinstance(layer, PPMissingLayer)
+        )
         for adapter_id, tensors in enumerate(arrived, 1):
             manager.remove_adapter(adapter_id)
             rank = next(iter(tensors.values())).shape[0]
@@ -150,6 +154,11 @@ class Arriving:
                 dtype=manager.lora_config.lora_dtype,
                 weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
             )
+            adapter.loras = {
+                name: layer
+                for name, layer in adapter.loras.items()
+                if not name.startswith(in_other_stages)
+            }
             complete_layers = {
                 name
                 for name, layer in adapter.loras.items()

@@ -9,8 +9,9 @@ give the same outputs, so that scheduler, cached prefixes and outputs are vLLM's
 vLLM gives each drafted token the temperature, top-p and top-k of its request. On CPUs it writes
 floating-point values into a copy of its output and drops the copy, so that drafts are verified with
 whatever the memory held. Its top-k alone fails in a step without any draft. `repair` corrects both,
-its rotary embedding of latent attention, whose kernel for CPUs takes one head for all, and its
-routers, which take sigmoid scores only with groups of experts.
+its rotary embedding of latent attention, whose kernel for CPUs takes one head for all, its routers,
+which take sigmoid scores only with groups of experts, and stages behind the first one, which have
+no memory for what the stage before them sends.
 """
 
 from types import SimpleNamespace
@@ -28,6 +29,7 @@ from vllm.v1.outputs import SamplingMaskLists
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
 class KeptTokensSampler(Sampler):  # type: ignore[misc]
@@ -138,6 +140,7 @@ class KeptTokensRoutingWorker(RoutingWorker, KeptTokensWorker):
 _make_router = CPURouter.__init__
 _rotate = RotaryEmbedding.forward_cpu
 _top_k = topk_topp_sampler.apply_top_k_only
+_gather_inputs = GPUModelRunner.sync_and_gather_intermediate_tensors
 
 
 def repair() -> None:
@@ -146,6 +149,7 @@ def repair() -> None:
     topk_topp_sampler.apply_top_k_only = lambda x, k: _top_k(x, k) if len(k) else x
     CPURouter.__init__ = _made
     RotaryEmbedding.forward_cpu = _rotated
+    GPUModelRunner.sync_and_gather_intermediate_tensors = _gathered_inputs
 
 
 def expand(
@@ -181,3 +185,12 @@ def _rotated(
     rotate = _rotate if query.dim() == 2 else RotaryEmbedding.forward_native
     rotated: tuple[Tensor, Tensor | None] = rotate(self, positions, query, key)
     return rotated
+
+
+def _gathered_inputs(self: GPUModelRunner, *arguments: object, **keywords: object) -> object:
+    if self.intermediate_tensors is None:
+        # vLLM makes this memory in a warm-up, which eager engines on CPUs do not have.
+        self.intermediate_tensors = self.model.make_empty_intermediate_tensors(
+            batch_size=self.max_num_tokens, dtype=self.model_config.dtype, device=self.device
+        )
+    return _gather_inputs(self, *arguments, **keywords)

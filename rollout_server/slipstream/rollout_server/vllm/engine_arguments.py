@@ -79,7 +79,11 @@ def engine_config(config: Config, seed: int, folder: Path | None = None) -> Vllm
             settings.speculative_config.attention_backend = settings.attention_config.backend
     scheduling = settings.scheduler_config
     is_async = bool(scheduling.async_scheduling)
-    scheduling.scheduler_cls = scheduler_class(extensions, async_scheduling=is_async)
+    scheduling.scheduler_cls = scheduler_class(
+        extensions,
+        async_scheduling=is_async,
+        num_stages=config.rollout_server.pipeline_parallel_size,
+    )
     return settings
 
 
@@ -113,10 +117,9 @@ def own_values(config: Config, seed: int) -> dict[str, object]:
         "max_model_len": min(sampling.max_episode_tokens + 1, longest),
         "max_num_seqs": settings.max_episodes,
         "tensor_parallel_size": settings.tensor_parallel_size,
+        "pipeline_parallel_size": settings.pipeline_parallel_size,
         # A single worker runs in the engine's process: between processes vLLM waits by spinning.
-        "distributed_executor_backend": (
-            UniProcExecutor if settings.tensor_parallel_size == 1 else "mp"
-        ),
+        "distributed_executor_backend": UniProcExecutor if settings.num_workers == 1 else "mp",
         "gpu_memory_utilization": memory_share,
         **({"kv_cache_memory_bytes": cpu_cache_bytes(config)} if on_cpu else {}),
         "enforce_eager": settings.is_eager(on_cpu=on_cpu),

@@ -125,14 +125,15 @@ def draft_switch(settings: VllmConfig, num_tokens: int) -> DraftSwitch | None:
 
 
 def scheduler_class(
-    extensions: Iterable[Extension], *, async_scheduling: bool
+    extensions: Iterable[Extension], *, async_scheduling: bool, num_stages: int = 1
 ) -> type[EngineScheduler]:
     """Returns the class for vLLM's `scheduler_cls`, as the `extensions` change it in their order.
 
-    Raises ConfigError if one of them cannot.
+    Those that were not tried with stages leave it as it is where `num_stages` is over 1. Raises
+    ConfigError if one of them cannot change it.
     """
     engine_class = AsyncEngineScheduler if async_scheduling else EngineScheduler
     for extension in extensions:
-        if extension.scheduler:
+        if extension.scheduler and (num_stages == 1 or extension.schedules_stages):
             engine_class = resolve(extension.scheduler)(engine_class)
     return engine_class

@@ -38,6 +38,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import (
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import reload
+from vllm.model_executor.models.utils import is_pp_missing_parameter
 
 PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 
@@ -194,6 +195,8 @@ def load_tensors(model: torch.nn.Module, tensors: Iterable[Named]) -> set[str] |
                     yield f"{experts[1]}{expert}.{_OF_ONE[experts[2]]}", expert_tensor
             elif name.endswith(_SINKS):
                 parameter = name.replace(_SINKS, ".attn.sinks")
+                if is_pp_missing_parameter(parameter, model):
+                    continue
                 target = model.get_parameter(parameter)
                 ranks = get_tensor_model_parallel_world_size()
                 rank_sinks = tensor.chunk(ranks)[get_tensor_model_parallel_rank()]

@@ -13,6 +13,7 @@ from slipstream.core.configuration.batch_costs import CONTROLLER_FURTHER_BATCHES
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.core.machine.gpus import Gpu
+from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from support.fakes.published_models import DEEPSEEK_V3, QWEN3_235B
 from support.fakes.small_configs import small_config
@@ -211,6 +212,19 @@ def test_a_model_that_fits_no_engine_here_is_refused_with_the_arithmetic(tmp_pat
     quantized = EIGHT_WORKERS | {"quantization": "fp8_per_channel"}
     config = published(tmp_path, DEEPSEEK_V3, rollout_server=quantized)
     assert gpu_obstacles(config, Share(servers=1)) == []
+
+
+def test_stages_divide_the_layers_that_an_engine_needs_room_for(tmp_path, monkeypatch):
+    with_gpus(monkeypatch, count=8, gib=140)
+    stages = {"tensor_parallel_size": 2, "pipeline_parallel_size": 4}
+    config = published(tmp_path, DEEPSEEK_V3, rollout_server=stages)
+    (line,) = gpu_obstacles(config, Share(servers=1))
+    assert "over rollout_server.tensor_parallel_size 2 * pipeline_parallel_size 4 are " in line
+    sizes = read_model_sizes(tmp_path)
+    vocabulary = sizes.hidden * sizes.vocab
+    # 16 of 61 layers, and the embedding or the head; two bytes a parameter, two workers.
+    of_stage = (sizes.parameters - 2 * vocabulary) * 16 / 61 + vocabulary
+    assert f"are {of_stage / 1e9:,.1f} GB for each worker" in line
 
 
 def test_a_rank_without_room_for_its_state_is_refused(tmp_path, monkeypatch):

@@ -124,15 +124,23 @@ def test_what_an_engine_cannot_do_on_a_cpu_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("tp", "tokens", "mib"), [(1, 512, 1024), (1, 2048, 2560), (2, 2048, 1280)]
+    ("tp", "stages", "tokens", "mib"),
+    [
+        (1, 1, 512, 1024),
+        (1, 1, 2048, 2560),
+        (2, 1, 2048, 1280),
+        (1, 2, 2048, 1280),
+        # 22 of the 64 layers.
+        (1, 3, 4096, 1584),
+    ],
 )
-def test_the_cache_on_a_cpu_has_room_for_the_longest_episode(tp, tokens, mib, tmp_path):
+def test_the_cache_on_a_cpu_has_room_for_the_longest_episode(tp, stages, tokens, mib, tmp_path):
     # 2 * 64 layers * 16 heads * 256 * 2 bytes = 1 MiB a token.
     sizes = {"num_hidden_layers": 64, "num_key_value_heads": 16, "head_dim": 256}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 32}))
     config = small_config(
         model={"path": str(tmp_path)},
         sampling={"max_episode_tokens": tokens},
-        rollout_server={"tensor_parallel_size": tp},
+        rollout_server={"tensor_parallel_size": tp, "pipeline_parallel_size": stages},
     )
     assert cpu_cache_bytes(config) == mib << 20

@@ -55,6 +55,12 @@ def test_learner_takes_the_first_gpus_and_each_server_its_own_next_ones() -> Non
     assert got.shared == {}
 
 
+def test_a_server_has_a_gpu_for_each_worker_of_each_stage() -> None:
+    server = {"count": 2, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    placement = placed("0 1 2 3 4 5 6 7 8", {}, server)
+    assert placement.servers == (("1", "2", "3", "4"), ("5", "6", "7", "8"))
+
+
 def test_entries_of_cuda_visible_devices_are_handed_on_as_they_are() -> None:
     assert placed("6 GPU-1aaa-bbb") == Placement(("6",), (("GPU-1aaa-bbb",),))
 
@@ -130,6 +136,19 @@ def test_part_of_a_run_takes_only_its_own() -> None:
         ),
         ("0", {"world_size": 2}, {}, "3 GPUs are needed"),
         ("0", {}, {"tensor_parallel_size": 2}, "with tensor_parallel_size = 2, but 1 can be used"),
+        (
+            "0 1",
+            {},
+            {"pipeline_parallel_size": 2},
+            r"2 for 1 rollout servers with tensor_parallel_size = 1 \* pipeline_parallel_size = 2, "
+            r"but 2 can be used \(0, 1\): lower .* or rollout_server.pipeline_parallel_size, or ",
+        ),
+        (
+            "0 1",
+            {"devices": [0]},
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "devices": [1]},
+            r"must name 4 GPUs, tensor_parallel_size = 2 \* pipeline_parallel_size = 2 for each of",
+        ),
         ("0 1", {"devices": [7]}, {}, "learner.devices names GPU 7, .* are: 0, 1"),
         ("", {"devices": [0]}, {}, "learner.devices names GPU 0, .* are: none"),
         ("0 1", {"devices": [0, 1]}, {}, "each of the 1 trainer ranks .* got 0, 1"),

@@ -110,6 +110,12 @@ def test_weights_have_time_and_room_by_their_bytes(tmp_path: Path) -> None:
     assert found(LARGE | {"num_hidden_layers": 320}) == (512, 60.0, 120.0, 1800.0, 4)
 
 
+def test_stages_leave_less_for_each_worker_to_hold(tmp_path: Path) -> None:
+    model = LARGE | {"num_hidden_layers": 320}
+    stages = {"pipeline_parallel_size": 2}
+    assert chosen(tmp_path, model, rollout_server=stages).rollout_server.num_workers == 2 * 2
+
+
 SMALL = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
 SMALL |= {"num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936}
 SMALL |= {"head_dim": 128, "tie_word_embeddings": True}

@@ -64,6 +64,20 @@ def test_a_rank_keeps_the_tokens_that_sampled_tokens_were_drawn_from(tmp_path):
     assert "62 of them the tokens that it was drawn from" in lines[1]
 
 
+def test_each_stage_of_an_engine_receives_the_weights_and_keeps_its_layers(tmp_path):
+    whole = bytes_of(tmp_path)
+    staged = bytes_of(
+        tmp_path,
+        rollout_server={"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "count": 3},
+    )
+    assert staged.communicator_ranks - whole.communicator_ranks == 3 * 2
+    sizes = read_model_sizes(tmp_path)
+    vocabulary = sizes.hidden * sizes.vocab
+    item_bytes = whole.weights // sizes.parameters
+    of_stage = (sizes.parameters - 2 * vocabulary) // 2 + vocabulary
+    assert staged.worker == of_stage * item_bytes // 2
+
+
 def test_images_count_for_each_episode_and_not_for_a_token(tmp_path):
     num_bytes = bytes_of(tmp_path)
     images = {"max_images": 2, "max_image_bytes": 1000}

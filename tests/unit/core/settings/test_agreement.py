@@ -29,6 +29,8 @@ learner = {world_size = 2, parallel.tp = 2}
     got 2
 rollout_server.tensor_parallel_size = 2
     needs rollout_server.tensor_parallel_size = 1
+rollout_server.pipeline_parallel_size = 2
+    needs rollout_server.pipeline_parallel_size = 1: bits of stages were not compared, got 2
 model = {path = "model", dtype = "bfloat16"}, rollout_server.quantization = "fp8_per_channel"
     needs rollout_server.quantization = 'off'
 rollout_server.recompute_context = false

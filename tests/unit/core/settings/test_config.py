@@ -15,6 +15,8 @@ from slipstream.core.configuration.config_file import (
 from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import address_parts
+from slipstream.core.models.model_rules import stage_problems
+from slipstream.core.models.model_sizes import read_model_sizes
 from support.fakes.model_folders import write_loadable_files
 from support.fakes.small_configs import config_with, refusal_of, refusals
 
@@ -346,6 +348,8 @@ sizes.max_position_embeddings = 8
     sampling.max_episode_tokens must be at most the model's max_position_embeddings, got 16 and 8
 sizes.num_attention_heads = 6, rollout_server.tensor_parallel_size = 4
     rollout_server.tensor_parallel_size must divide the model's 6 attention heads, got 4
+sizes.num_hidden_layers = 3, rollout_server.pipeline_parallel_size = 4
+    rollout_server.pipeline_parallel_size must be at most the model's 3 layers, got 4
 sizes.architectures = ["Gemma3ForCausalLM"], model.dtype = "float16"
     model.dtype must be "bfloat16" for a Gemma3ForCausalLM: vLLM (0.32.0) does not compute it in
     float16, got 'float16'
@@ -360,6 +364,48 @@ def test_sizes_that_the_model_does_not_have_are_refused_before_it_is_loaded(
     with pytest.raises(ConfigError) as caught:
         check_model(config)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            {
+                "architectures": ["DeepseekV3ForCausalLM"],
+                "num_hidden_layers": 4,
+                "n_routed_experts": 4,
+                "first_k_dense_replace": 2,
+            },
+            "must leave a layer with experts to the first stage: 2 of 4 layers have none, got 2",
+        ),
+        (
+            {
+                "architectures": ["Qwen3NextForCausalLM"],
+                "num_hidden_layers": 4,
+            },
+            "must be 1 for a model with delta nets, which were not tried in stages, got 2",
+        ),
+    ],
+)
+def test_models_without_stages_are_refused(sizes: Table, words: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    fields = json.dumps(sizes)
+    (folder / "config.json").write_text(fields)
+    (line,) = stage_problems(read_model_sizes(folder), 2, has_tower=False)
+    assert line == f"rollout_server.pipeline_parallel_size {words}"
+    assert not [*stage_problems(read_model_sizes(folder), 1, has_tower=True)]
+
+
+def test_a_vision_tower_has_no_stages(tmp_path: Path) -> None:
+    fields = {"architectures": ["Qwen3VLForConditionalGeneration"]}
+    fields |= {"num_hidden_layers": 4, "vision_config": {"depth": 1}}
+    folder = model_folder(tmp_path, **fields)
+    (line,) = stage_problems(read_model_sizes(folder), 2, has_tower=True)
+    assert line == (
+        "rollout_server.pipeline_parallel_size must be 1 for a model with a vision tower, which "
+        "was not tried in stages, got 2"
+    )
 
 
 TOP_K = {"algorithm.kl": {"coefficient": 1.0, "estimator": "forward_top_k"}}

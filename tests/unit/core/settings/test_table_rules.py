@@ -296,6 +296,22 @@ TABLES: list[tuple[Changes, str]] = [
     # The algorithm.
     (GAE | {"critic.warmup_steps": 10}, "critic.warmup_steps must be below run.steps, or the pol"),
     *refusals("""
+# Stages of an engine.
+rollout_server = {pipeline_parallel_size = 2}, algorithm.router_replay = "rollout"
+    rollout_server.pipeline_parallel_size = 2 needs algorithm.router_replay = 'off',
+    got 'rollout': vLLM records no experts over stages
+rollout_server = {pipeline_parallel_size = 2, engine.speculative_config = {method = "ngram"}}
+    rollout_server.pipeline_parallel_size = 2 needs neither drafts nor
+    rollout_server.engine.speculative_config: the last stage would draft alone, which was not tried
+rollout_server = {pipeline_parallel_size = 2}, sampling.max_images = 1
+    rollout_server.pipeline_parallel_size = 2 needs sampling.max_images = 0, got 1: images were not
+    tried with stages
+rollout_server = {tensor_parallel_size = 2, engine.distributed_executor_backend = "uni"}
+    rollout_server.engine.distributed_executor_backend must be 'mp' with several workers,
+    tensor_parallel_size * pipeline_parallel_size = 2, got 'uni'
+rollout_server.engine.pipeline_parallel_size = 2
+    rollout_server.engine.pipeline_parallel_size cannot be passed through: set
+    rollout_server.pipeline_parallel_size
 # Sizes that must fit each other.
 rollout_server.max_episodes = 1
     a group runs on one server: algorithm.group_size must be at most
@@ -514,3 +530,26 @@ def test_a_client_s_own_loop_exports_no_folders_by_itself() -> None:
     )
     assert "checkpoint.export_every must be 0 with controller.client_loop" in line
     assert line.endswith("got 5")
+
+
+STAGES = {"rollout_server.pipeline_parallel_size": 2}
+
+
+def test_stages_of_engines_are_neither_quantized_nor_put_to_sleep() -> None:
+    quantized = {
+        "rollout_server.quantization": "fp8_per_channel",
+        "model.dtype": "bfloat16",
+        "algorithm.weight": "token",
+    }
+    asleep = {
+        "controller.turns": "sleep",
+        "learner.offload": {
+            "gradients": True,
+            "optimizer": True,
+        },
+    }
+    start = "rollout_server.pipeline_parallel_size = 2 needs "
+    assert config_with(quantized)
+    assert config_with(asleep)
+    assert refusal_of(STAGES | quantized).startswith(f"{start}rollout_server.quantization = 'off'")
+    assert refusal_of(STAGES | asleep).startswith(f"{start}controller.turns other than 'sleep'")

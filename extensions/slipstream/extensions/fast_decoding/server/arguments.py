@@ -4,6 +4,7 @@ from pathlib import Path
 
 from slipstream.core.settings.config import Config
 from slipstream.extensions.fast_decoding.server.prompt_gathering import MOST_STEPS
+from slipstream.extensions.fast_decoding.server.steady_decoding import STEADY
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -14,9 +15,11 @@ GPU_WORKER = f"{_PACKAGE}.one_pass_sampler.OnePassWorker"
 MOST_CONTEXT = 4096
 ATTENTION = "attention kernel"
 SAMPLER = "one-pass sampler"
+CHUNKS = "replies in chunks"
 _INTERVAL = "prefill_schedule_interval"
 _ON_CPU = "the engine computes on a CPU"
 _BITS = "algorithm.agreement = 'bits' needs vLLM's own"
+_STAGES = "rollout_server.pipeline_parallel_size is over 1"
 
 
 def engine_arguments(config: Config, _: Path | None, *, on_cpu: bool) -> dict[str, object]:
@@ -26,7 +29,8 @@ def engine_arguments(config: Config, _: Path | None, *, on_cpu: bool) -> dict[st
     values: dict[str, object] = {}
     # Only steps with CUDA graphs cost more with a prompt.
     has_graphs = not on_cpu and not settings.is_eager(on_cpu=on_cpu)
-    if has_graphs and _INTERVAL not in settings.engine:
+    gathers_prompts = has_graphs and CHUNKS not in disabled
+    if gathers_prompts and _INTERVAL not in settings.engine:
         values[_INTERVAL] = MOST_STEPS + 1
     if ATTENTION not in disabled:
         # By its name: its module is for processes that start CUDA.
@@ -38,6 +42,8 @@ def engine_arguments(config: Config, _: Path | None, *, on_cpu: bool) -> dict[st
 
 def disabled_features(config: Config, *, on_cpu: bool) -> dict[str, str]:
     """Returns why an engine with these settings leaves features out, by their names."""
+    if config.rollout_server.pipeline_parallel_size > 1:
+        return dict.fromkeys((ATTENTION, SAMPLER, STEADY, CHUNKS), _STAGES)
     causes = {
         ATTENTION: _attention_cause(config, on_cpu=on_cpu),
         SAMPLER: _sampler_cause(config, on_cpu=on_cpu),
