@@ -124,7 +124,8 @@ def config_of(folder: Path, layout: str):
 
 
 def run_rank(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.batches.training_sequence import SequenceImage, TrainingSequence
+    from slipstream.learner.trainer.batches.sequence_images import SequenceImage
+    from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
     from slipstream.learner.trainer.model.schedule import forward_logprobs, masked_outputs
 
     family, layout = job.split(".")

@@ -30,12 +30,12 @@ from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.controller.trajectories.batch import equal_rewards
 from slipstream.learner.trainer.algorithms.loss import (
     ModelEstimates,
-    StepStatistics,
     mean_advantages,
     policy_loss,
     training_sequences,
 )
 from slipstream.learner.trainer.algorithms.loss_weights import weighted
+from slipstream.learner.trainer.algorithms.step_statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch
 from torch import Tensor

@@ -29,7 +29,6 @@ from slipstream.learner.algorithms.losses import asks_for_batch, step_columns
 from slipstream.learner.trainer.algorithms.loss import (
     ModelEstimates,
     Reports,
-    StepStatistics,
     TokenLoss,
     mean_advantages,
     policy_loss,
@@ -41,6 +40,7 @@ from slipstream.learner.trainer.algorithms.loss_inputs import (
     batch_numbers,
 )
 from slipstream.learner.trainer.algorithms.loss_weights import weighted
+from slipstream.learner.trainer.algorithms.step_statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import (
     MAX_TOLD,
     Batch,

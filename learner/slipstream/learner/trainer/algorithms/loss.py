@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,6 +19,7 @@ import torch
 import torch.distributed as dist
 from slipstream.core.environment_rules import (
     PLAIN,
+    EnvironmentRules,
     environment_rules,
     kl_coefficient_of,
     objectives_of,
@@ -29,10 +29,11 @@ from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.algorithm_section import (
     TOP_K_ESTIMATORS,
     AlgorithmSection,
+    KlSection,
 )
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
-from slipstream.learner.algorithms.columns import NUM_LAGS, OF_ALL_STEPS, Column, Reduce
+from slipstream.learner.algorithms.columns import Column, Reduce
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages, Turn
 from slipstream.learner.algorithms.functions import (
     Function,
@@ -42,7 +43,6 @@ from slipstream.learner.algorithms.functions import (
     token_advantages,
 )
 from slipstream.learner.algorithms.inputs import (
-    LossInputs,
     RecordedSums,
     TokenTerms,
     TokenWeights,
@@ -59,6 +59,7 @@ from slipstream.learner.trainer.algorithms.loss_inputs import (
     loss_inputs,
     tokens_of,
 )
+from slipstream.learner.trainer.algorithms.step_statistics import TokenValues, token_statistics
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import (
     MicroBatch,
@@ -67,13 +68,10 @@ from slipstream.learner.trainer.batches.training_sequence import (
     TrainingSequence,
     token_lags,
 )
-from slipstream.learner.trainer.ranks.parallel import Ranks
 from torch import Tensor
 
 # The values that functions report of the episodes, by name.
 Reports: TypeAlias = dict[str, list[float]]
-# The values of the tokens in a mask: (column, values, mask).
-Values = tuple[Column, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -192,80 +190,120 @@ def _advantages(
     rules = environment_rules(config)
     shaped = shaped_rewards(batch.trajectories, config)
     lengths = [trajectory.num_sampled_tokens for trajectory in batch.trajectories]
-    every_lag = np.split(token_lags(batch.trajectories, batch.step), np.cumsum(lengths[:-1]))
-    episodes: list[ScoredEpisode] = []
-    # The trajectory of each of the `episodes`, and the places of its tokens among those sampled.
-    owners: list[tuple[int, npt.NDArray[np.int64]]] = []
-    for index, (trajectory, sides) in enumerate(zip(batch.trajectories, shaped, strict=True)):
-        if not sides:
-            continue
-        by_side = {side.side: side.shaped_reward for side in sides}
-        turns = _turns_of(trajectory)
-        token_rewards = trajectory.token_rewards
-        own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
-        costs = np.zeros(trajectory.num_sampled_tokens)
-        kl = config.algorithm.kl
-        coefficient = kl_coefficient_of(config, trajectory.environment, rules)
-        if coefficient and kl.placement == "reward" and not trajectory.is_given:
-            reference = known[index].reference
-            assert reference is not None, "a cost of divergence needs a reference model"
-            # The divergence is the behavior policy's, because that policy sampled the tokens.
-            divergence = kl_estimate(
-                torch.from_numpy(trajectory.behavior_logprobs.astype(np.float64)),
-                torch.from_numpy(reference.logprobs.astype(np.float64)),
-                kl.estimator,
+    lags_of = np.split(token_lags(batch.trajectories, batch.step), np.cumsum(lengths[:-1]))
+    sides: list[_ScoredSide] = []
+    for index, shaped_sides in enumerate(shaped):
+        if shaped_sides:
+            sides += _scored_sides(
+                batch.trajectories[index],
+                index=index,
+                rewards={side.side: side.shaped_reward for side in shaped_sides},
+                estimates=known[index],
+                costs=_divergence_costs(batch.trajectories[index], known[index], config, rules),
+                lags=lags_of[index],
             )
-            costs = coefficient * divergence.numpy()
-        lags = every_lag[index]
-        values = known[index].values
-        # A side is the branches of an episode that share a reward; estimators take them as one
-        # episode, which is compared with the same side of its group's episodes. An episode has one
-        # side, unless its agent gave a named branch a reward of its own.
-        found_sides: dict[str, list[npt.NDArray[np.int64]]] = {}
-        for part in trajectory.sequences:
-            sampled_places = np.arange(part.sampled.start, part.sampled.stop)
-            found_sides.setdefault(side_of(part.branch), []).append(sampled_places)
-        for side, parts in found_sides.items():
-            places = np.concatenate(parts)
-            group_id = trajectory.group_id
-            ends = itertools.pairwise([0, *itertools.accumulate(map(len, parts))])
-            owners.append((index, places))
-            earned = None if token_rewards is None else token_rewards[places].astype(np.float64)
-            if earned is not None:
-                own_reward = own_rewards.get(side)
-                before = trajectory.reward if own_reward is None else own_reward
-                # The change by the reward function is earned at the end.
-                earned[-1:] += by_side[side] - before
-            episodes.append(
-                ScoredEpisode(
-                    # A group's id has no space.
-                    f"{group_id} {side}" if side else group_id,
-                    by_side[side],
-                    costs[places],
-                    None if values is None else values[places].astype(np.float64),
-                    tuple(itertools.starmap(slice, ends)),
-                    trajectory.metrics,
-                    lags[places],
-                    earned,
-                    tuple(turns[side]),
-                )
-            )
-    environments = [batch.trajectories[index].environment for index, _ in owners]
-    where = f"step {batch.step + 1}"
-    estimated = _estimated(config, episodes, environments, where=where)
-    reported = [side.reports for sides in shaped for side in sides]
+    estimated = _estimated(
+        config,
+        [side.episode for side in sides],
+        [batch.trajectories[side.index].environment for side in sides],
+        where=f"step {batch.step + 1}",
+    )
+    reported = [side.reports for shaped_sides in shaped for side in shaped_sides]
     reported += [estimate.reports for estimate in estimated]
-    for name, value in (item for side_reports in reported for item in side_reports.items()):
+    for name, value in itertools.chain.from_iterable(values.items() for values in reported):
         reports.setdefault(name, []).append(float(value))
     # The sides of each episode are joined.
     advantages: dict[int, TokenAdvantages] = {}
-    for (index, places), estimate in zip(owners, estimated, strict=True):
-        zeros = np.zeros((2, batch.trajectories[index].num_sampled_tokens))
-        joined = advantages.setdefault(index, TokenAdvantages(*zeros))
-        joined.advantages[places] = estimate.advantages
+    for side, estimate in zip(sides, estimated, strict=True):
+        zeros = np.zeros((2, lengths[side.index]))
+        joined = advantages.setdefault(side.index, TokenAdvantages(*zeros))
+        joined.advantages[side.places] = estimate.advantages
         if joined.returns is not None and estimate.returns is not None:
-            joined.returns[places] = estimate.returns
+            joined.returns[side.places] = estimate.returns
     return advantages
+
+
+@dataclass(frozen=True)
+class _ScoredSide:
+    """The branches of an episode that share a reward, as the episode that estimators take.
+
+    It is compared with the same side of its group's episodes. An episode has one side, unless its
+    agent gave a named branch a reward of its own.
+    """
+
+    # The episode's place in the batch.
+    index: int
+    # Where the side's tokens are among the episode's sampled tokens.
+    places: npt.NDArray[np.int64]
+    episode: ScoredEpisode
+
+
+def _scored_sides(
+    trajectory: Trajectory,
+    *,
+    index: int,
+    rewards: Mapping[str, float],
+    estimates: ModelEstimates,
+    costs: npt.NDArray[np.float64],
+    lags: npt.NDArray[np.int32],
+) -> Iterator[_ScoredSide]:
+    """Yields the sides of the episode at `index` of a batch; shaped `rewards` are by side.
+
+    `costs` and `lags` are [sampled tokens].
+    """
+    turns = _turns_of(trajectory)
+    own_rewards = {side_of(branch): branch.reward for branch in trajectory.branches}
+    places_of: dict[str, list[npt.NDArray[np.int64]]] = {}
+    for part in trajectory.sequences:
+        places = np.arange(part.sampled.start, part.sampled.stop)
+        places_of.setdefault(side_of(part.branch), []).append(places)
+    for side, branches in places_of.items():
+        places = np.concatenate(branches)
+        ends = itertools.pairwise([0, *itertools.accumulate(map(len, branches))])
+        token_rewards = None
+        if trajectory.token_rewards is not None:
+            token_rewards = trajectory.token_rewards[places].astype(np.float64)
+            own_reward = own_rewards.get(side)
+            unshaped_reward = trajectory.reward if own_reward is None else own_reward
+            # The change by the reward function is earned at the end.
+            token_rewards[-1:] += rewards[side] - unshaped_reward
+        values = None if estimates.values is None else estimates.values[places].astype(np.float64)
+        episode = ScoredEpisode(
+            # A group's id has no space.
+            f"{trajectory.group_id} {side}" if side else trajectory.group_id,
+            rewards[side],
+            costs[places],
+            values,
+            tuple(itertools.starmap(slice, ends)),
+            trajectory.metrics,
+            lags[places],
+            token_rewards,
+            tuple(turns[side]),
+        )
+        yield _ScoredSide(index, places, episode)
+
+
+def _divergence_costs(
+    trajectory: Trajectory,
+    estimates: ModelEstimates,
+    config: Config,
+    rules: Mapping[str, EnvironmentRules],
+) -> npt.NDArray[np.float64]:
+    """Returns what divergence from the reference costs each sampled token; 0 unless rewards pay."""
+    kl = config.algorithm.kl
+    coefficient = kl_coefficient_of(config, trajectory.environment, rules)
+    if not coefficient or kl.placement != "reward" or trajectory.is_given:
+        return np.zeros(trajectory.num_sampled_tokens)
+    reference = estimates.reference
+    assert reference is not None, "a cost of divergence needs a reference model"
+    # The divergence is the behavior policy's, because that policy sampled the tokens.
+    divergence = kl_estimate(
+        torch.from_numpy(trajectory.behavior_logprobs.astype(np.float64)),
+        torch.from_numpy(reference.logprobs.astype(np.float64)),
+        kl.estimator,
+    )
+    costs: npt.NDArray[np.float64] = coefficient * divergence.numpy()
+    return costs
 
 
 def _estimated(
@@ -350,9 +388,10 @@ def policy_loss(
     weight = function_of(algorithm, "weight")
     known_tokens = dataclasses.replace(tokens, batch=RecordedSums(mask, numbers.of_weight))
     factors = token_weights(weight, known_tokens, where)
-    calls: list[tuple[Function, TokenTerms | TokenWeights, Tensor]] = [
-        (weight, factors, mask & ~is_given)
-    ]
+    values = list(_reported(weight, factors, mask & ~is_given, columns, where=where))
+    if weight.is_own:
+        faults = Column(str(weight), Reduce.FAULTS)
+        values.append(TokenValues(faults, ~factors.weights.isfinite(), mask))
     losses = torch.zeros_like(factors.weights)
     for number, objective in enumerate(objectives):
         loss = function_of(objective, "loss")
@@ -362,44 +401,51 @@ def policy_loss(
             tokens, mask=own_mask, batch=RecordedSums(own_mask, recorded)
         )
         terms = token_terms(loss, known_tokens, where)
-        calls.append((loss, terms, own_mask))
         losses = torch.where(own_mask, factors.weights * terms.losses, losses)
-    values: list[Values] = []
-    names = {column.name for column in columns}
-    for function, reported, values_mask in calls:
-        if unknown := reported.reports.keys() - names:
-            what = f"it reports {min(unknown)}, but did not of three tokens"
-            raise function.fault(what, where)
-        values += [
-            (Column.of_report(name), report, values_mask)
-            for name, report in reported.reports.items()
-        ]
-        if function.is_own:
-            fault = Column(str(function), Reduce.FAULTS)
-            if isinstance(reported, TokenTerms):
-                values.append((fault, ~reported.losses.isfinite(), values_mask))
-            else:
-                values.append((fault, ~reported.weights.isfinite(), mask))
+        values += _reported(loss, terms, own_mask, columns, where=where)
+        if loss.is_own:
+            faults = Column(str(loss), Reduce.FAULTS)
+            values.append(TokenValues(faults, ~terms.losses.isfinite(), own_mask))
     kl = algorithm.kl
     if kl.coefficient and kl.placement == "loss":
-        if kl.estimator in TOP_K_ESTIMATORS:
-            likely = micro_batch.top_logprobs
-            assert top is not None, "the divergence needs the reference's most likely tokens"
-            assert likely is not None
-            divergence = top_k_divergence(top, likely, kl.estimator)
-        else:
-            reference = micro_batch.reference_logprobs
-            assert reference is not None, "the divergence needs a reference's log-probabilities"
-            divergence = kl_estimate(policy_logprobs, reference, kl.estimator)
         coefficients: float | Tensor = kl.coefficient
         if micro_batch.kl_coefficients is not None:
             coefficients = micro_batch.kl_coefficients
+        divergence = _reference_divergence(policy_logprobs, top, micro_batch, kl)
         losses = losses + coefficients * factors.weights * divergence
     if algorithm.entropy_coefficient:
         losses = losses - algorithm.entropy_coefficient * entropy
     losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
     statistics = token_statistics(losses, factors.weights, tokens, values, columns)
     return TokenLoss(losses.sum(), mask.sum(), statistics, losses.detach())
+
+
+def _reported(
+    function: Function,
+    results: TokenTerms | TokenWeights,
+    mask: Tensor,
+    columns: Sequence[Column],
+    *,
+    where: str,
+) -> Iterator[TokenValues]:
+    """Yields what a function reports of the tokens in `mask`; raises RunFailed for a new name."""
+    if unknown := results.reports.keys() - {column.name for column in columns}:
+        raise function.fault(f"it reports {min(unknown)}, but did not of three tokens", where)
+    for name, report in results.reports.items():
+        yield TokenValues(Column.of_report(name), report, mask)
+
+
+def _reference_divergence(
+    policy_logprobs: Tensor, top: Tensor | None, micro_batch: MicroBatch, kl: KlSection
+) -> Tensor:
+    """Returns the estimated divergence from the reference at each token, [tokens]."""
+    if kl.estimator in TOP_K_ESTIMATORS:
+        assert top is not None, "the divergence needs the reference's most likely tokens"
+        assert micro_batch.top_logprobs is not None
+        return top_k_divergence(top, micro_batch.top_logprobs, kl.estimator)
+    reference = micro_batch.reference_logprobs
+    assert reference is not None, "the divergence needs a reference's log-probabilities"
+    return kl_estimate(policy_logprobs, reference, kl.estimator)
 
 
 @dataclass(frozen=True)
@@ -413,127 +459,3 @@ class TokenLoss:
     statistics: Tensor
     # The terms of the sum, detached [tokens].
     token_losses: Tensor
-
-
-class StepStatistics:
-    """Sums over a step's mini-batches and ranks, equal on all: `add` each, then `metrics`."""
-
-    def __init__(self, epochs: int = 1, columns: Sequence[Column] = ()) -> None:
-        """Takes the passes over the batch and all columns of the step, the same on all ranks."""
-        self._epochs = epochs
-        self._columns = [*OF_ALL_STEPS, *columns]
-        self._table = _new_table(self._columns)
-
-    def add(self, found: Sequence[Tensor], ranks: Ranks) -> float:
-        """Adds this rank's part of a mini-batch; returns its loss over all ranks. Collective."""
-        own_table = _new_table(self._columns)
-        if ranks.counts:
-            # All are copied at once, because each copy waits for the device.
-            for table in torch.stack(list(found)).cpu():
-                _add(own_table, table)
-        ranks.sum(own_table[:2])
-        ranks.max(own_table[2])
-        _add(self._table, own_table)
-        # The first column is the loss.
-        return float(own_table[0, 0])
-
-    @property
-    def fault(self) -> str:
-        """The first fault of a function, such as a value that is not finite, or "" if none."""
-        columns = zip(self._columns, *self._table.tolist(), strict=True)
-        for column, total, _, largest in [*columns][len(OF_ALL_STEPS) :]:
-            if column.reduce is Reduce.FAULTS and total:
-                return f"{column.name} gave {total:.0f} tokens a value that is not finite"
-            if not (math.isfinite(total) and largest < math.inf):
-                return f"the report {column.name} is not finite"
-        return ""
-
-    def join(self, others: StepStatistics) -> None:
-        """Adds the sums of other mini-batches of the same step."""
-        _add(self._table, others._table)
-
-    def metrics(self) -> dict[str, float]:
-        """Returns means over the tokens and passes of the step, by the names in docs/metrics.md."""
-        metrics: dict[str, float] = {}
-        for column, total, number, largest in zip(
-            self._columns, *self._table.tolist(), strict=True
-        ):
-            match column.reduce:
-                case Reduce.LARGEST if largest > -math.inf:
-                    metrics[column.name] = largest
-                case Reduce.NUMBER:
-                    metrics[column.name] = total / self._epochs
-                case Reduce.MEAN:
-                    metrics[column.name] = total / max(1.0, number)
-                case Reduce.KNOWN_MEAN if number:
-                    metrics[column.name] = total / number
-        if squared := metrics.get("effective_sample_size"):
-            metrics["effective_sample_size"] = metrics["importance_weight_mean"] ** 2 / squared
-        return metrics
-
-
-def _new_table(columns: Sequence[Column], device: torch.device | None = None) -> Tensor:
-    table = torch.zeros(3, len(columns), dtype=torch.float64, device=device)
-    table[2] = -math.inf
-    return table
-
-
-def _add(table: Tensor, other: Tensor) -> None:
-    table[:2] += other[:2]
-    torch.maximum(table[2], other[2], out=table[2])
-
-
-@torch.no_grad()
-def token_statistics(
-    losses: Tensor,
-    weights: Tensor,
-    tokens: LossInputs,
-    reports: Sequence[Values],
-    columns: Sequence[Column],
-) -> Tensor:
-    """Returns a table of a micro batch, of tokens' losses, weights and `reports`, for a step.
-
-    It is float64 [3, columns of all steps and `columns`]: sum, number of tokens and largest value.
-    """
-    mask = tokens.mask
-    behavior = tokens.behavior_logprobs
-    policy = tokens.logprobs
-    is_sampled = mask & ~tokens.is_given
-    is_newest = is_sampled & (tokens.lags == 0)
-    reference = policy if tokens.reference_logprobs is None else tokens.reference_logprobs
-    gaps = (tokens.proximal_logprobs - behavior).abs()
-    lags = tokens.lags.clamp(max=NUM_LAGS - 1)
-    values_of = {
-        "loss": (losses, mask),
-        "entropy": (tokens.entropy, mask),
-        "kl_reference": (kl_estimate(policy, reference, "k3"), mask),
-        "trained_tokens": (mask, mask),
-        "importance_weight_mean": (weights, is_sampled),
-        "effective_sample_size": (weights.double().square(), is_sampled),
-        # KL(behavior || policy): the behavior policy sampled the tokens.
-        "kl": (kl_estimate(behavior, policy, "k3"), is_sampled),
-        "logprob_gap_mean": (gaps, is_newest),
-        "logprob_gap_max": (gaps, is_newest),
-        "logprob_gap_tokens": (is_newest, is_newest),
-        "logprob_unequal_tokens": (tokens.proximal_logprobs != behavior, is_newest),
-    }
-    for lag in range(1, NUM_LAGS):
-        values_of[f"logprob_gap_lag_{lag}"] = gaps, is_sampled & (lags == lag)
-    # A single kernel for all columns: the host starts every kernel, for each micro batch.
-    values_and_masks = [values_of[column.name] for column in OF_ALL_STEPS]
-    values = torch.stack([column_values.double() for column_values, _ in values_and_masks])
-    masks = torch.stack([column_mask for _, column_mask in values_and_masks])
-    table = _new_table([*OF_ALL_STEPS, *columns], mask.device)
-    of_all_steps = table[:, : len(values_and_masks)]
-    of_reports = table[:, len(values_and_masks) :]
-    of_all_steps[0] = torch.where(masks, values, 0.0).sum(1)
-    of_all_steps[1] = masks.sum(1)
-    of_all_steps[2] = torch.where(masks, values, -math.inf).amax(1)
-    for column, report, report_mask in reports:
-        total, number, largest = of_reports[:, columns.index(column)]
-        if column.reduce is Reduce.LARGEST:
-            torch.maximum(largest, torch.where(report_mask, report, -math.inf).max(), out=largest)
-        else:
-            total += torch.where(report_mask, report, 0).sum(dtype=torch.float64)
-            number += report_mask.sum()
-    return table

@@ -26,10 +26,14 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from slipstream.core.errors import UntrainableBatch
 from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.models.vision import ImageProcessor
 from slipstream.core.types import TokenArray, Trajectory
+from slipstream.learner.trainer.batches.sequence_images import (
+    ImageInputs,
+    SequenceImage,
+    images_of,
+)
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -41,8 +45,6 @@ NumpyArray = npt.NDArray[Any]
 # (trajectories, step that trains them) -> the values of all trajectories, joined in order; None if
 # the trajectories lack the field.
 Read = Callable[[Sequence[Trajectory], int], NumpyArray | None]
-# Axes of a position: time, height and width.
-_AXES = 3
 
 
 @dataclass(frozen=True)
@@ -188,109 +190,27 @@ TOKEN_FIELDS: Mapping[str, SequenceColumn] = {
 }
 
 
-@dataclass(frozen=True)
-class SequenceImage:
-    """An image whose first token is at position `offset` of its sequence."""
-
-    offset: int
-    # The encoded image, and the processor that makes pixels of it.
-    data: bytes
-    processor: ImageProcessor
+def _at_temperature(
+    estimate: TokenEstimates[NumpyArray], trajectory: Trajectory, temperature: float
+) -> TokenEstimates[NumpyArray]:
+    temperatures = np.full(trajectory.num_sampled_tokens, temperature)
+    return dataclasses.replace(estimate, temperatures=temperatures)
 
 
-def images_of(
-    trajectory: Trajectory, tokens: slice, processor: ImageProcessor
-) -> tuple[SequenceImage, ...]:
-    """Returns the images within `tokens` of a trajectory, with offsets from the slice's start.
-
-    Raises UntrainableBatch for an image that cannot be read, or whose tokens in the trajectory
-    differ from the processor's.
-    """
-    name = trajectory.trajectory_id
-    images = []
-    for offset, image in trajectory.image_places:
-        if not tokens.start <= offset < tokens.stop:
-            continue
-        data = trajectory.images[image]
-        try:
-            expected = processor.tokens(int(trajectory.token_ids[offset]), data)
-        except ValueError as error:
-            raise UntrainableBatch(f"{name}: {error}", [name]) from error
-        end = offset + len(expected)
-        if end > tokens.stop or trajectory.token_ids[offset:end].tolist() != expected:
-            raise UntrainableBatch(f"{name}: an image of {len(expected)} tokens has others", [name])
-        images.append(SequenceImage(offset - tokens.start, data, processor))
-    return tuple(images)
-
-
-@dataclass(frozen=True)
-class ImageInputs:
-    """The images of a micro batch as inputs of a vision model, with the positions of all tokens."""
-
-    # int64 [tokens, 3]: the position of each token in time, height and width of its sequence.
-    positions: Tensor
-    # int64 [tokens]: the row of features that replaces the embedding, or -1 for other tokens.
-    rows: Tensor
-    # float32 [patches, values of a patch], all images in order.
-    pixels: Tensor
-    # int64 [images, 3], on the CPU: patches in time, height and width.
-    grids: Tensor
-
-    @classmethod
-    def of(cls, images: Sequence[Sequence[SequenceImage]], lengths: Sequence[int]) -> ImageInputs:
-        """Returns the inputs for packed sequences with these `images` and `lengths` in tokens."""
-        num_rows = 0
-        start = 0
-        rows = np.full(sum(lengths), -1, dtype=np.int64)
-        positions = []
-        pixels = []
-        grids = []
-        for placed, length in zip(images, lengths, strict=True):
-            spans = []
-            for image in placed:
-                pixels_of_image = image.processor.pixels(image.data)
-                height, width = (side // image.processor.merge for side in pixels_of_image.grid[1:])
-                first = start + image.offset
-                count = height * width
-                rows[first : first + count] = num_rows + np.arange(count)
-                num_rows += count
-                pixels.append(pixels_of_image.values)
-                grids.append(pixels_of_image.grid)
-                spans.append((image.offset, height, width))
-            positions.append(image_positions(length, spans))
-            start += length
-        return cls(
-            positions=torch.from_numpy(np.concatenate(positions)),
-            rows=torch.from_numpy(rows),
-            pixels=torch.from_numpy(np.concatenate(pixels)),
-            grids=torch.tensor(grids),
-        )
-
-    def to(self, device: torch.device) -> ImageInputs:
-        """Returns a copy on `device`; `grids` stays on the CPU."""
-        return with_tensors(self, lambda tensor: tensor.to(device), but="grids")
-
-
-def image_positions(length: int, spans: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int64]:
-    """Returns the positions of one sequence's tokens, int64 [tokens, 3].
-
-    The axes are time, height and width. `spans` has the offset, height and width of each image, in
-    tokens. A text token advances all axes by one. The tokens of an image share one time and differ
-    by row and column; text after an image continues after the largest position so far. Source:
-    arXiv:2409.12191, section 2.1.
-    """
-    positions = np.empty((length, _AXES), dtype=np.int64)
-    place = 0
-    position = 0
-    for offset, height, width in spans:
-        positions[place:offset] = (position + np.arange(offset - place))[:, None]
-        position += offset - place
-        grid = np.moveaxis(np.indices((1, height, width)), 0, -1).reshape(-1, _AXES)
-        place = offset + height * width
-        positions[offset:place] = position + grid
-        position += max(height, width)
-    positions[place:] = (position + np.arange(length - place))[:, None]
-    return positions
+def _column_values(
+    name: str,
+    trajectories: Sequence[Trajectory],
+    estimates: Sequence[TokenEstimates[NumpyArray]],
+    step: int,
+) -> NumpyArray | None:
+    """Returns the values of token field `name`, joined in order, or None if the step lacks it."""
+    column = TOKEN_FIELDS[name]
+    if column.read is not None:
+        return column.read(trajectories, step)
+    arrays = [getattr(estimate, name, None) for estimate in estimates]
+    if arrays[0] is None:
+        return None
+    return column.joined(arrays, [t.num_sampled_tokens for t in trajectories])
 
 
 @dataclass(frozen=True)
@@ -355,33 +275,20 @@ class TrainingSequence(TokenFields[NumpyArray]):
         if estimates is None:
             estimates = [TokenEstimates(np.zeros(t.num_sampled_tokens)) for t in trajectories]
         if temperatures is not None:
-            estimates = [
-                dataclasses.replace(
-                    estimate,
-                    temperatures=np.full(trajectory.num_sampled_tokens, temperature),
-                )
-                for estimate, trajectory, temperature in zip(
-                    estimates, trajectories, temperatures, strict=True
-                )
-            ]
+            estimates = list(map(_at_temperature, estimates, trajectories, temperatures))
         parts = [(t, part.tokens) for t in trajectories for part in t.sequences]
         ends = np.cumsum([tokens.stop - tokens.start for _, tokens in parts])
-        sampled = np.concatenate([t.sampled_mask() for t in trajectories])
-        lengths = [t.num_sampled_tokens for t in trajectories]
+        is_sampled = np.concatenate([t.sampled_mask() for t in trajectories])
         fields: dict[str, list[Any]] = {}
         for name, column in TOKEN_FIELDS.items():
-            if column.read is not None:
-                values = column.read(trajectories, step)
-            else:
-                arrays = [getattr(estimate, name, None) for estimate in estimates]
-                values = None if arrays[0] is None else column.joined(arrays, lengths)
+            values = _column_values(name, trajectories, estimates, step)
             if values is None:
                 continue
             if column.of_all_tokens:
                 all_values = values.astype(column.dtype)
             else:
-                all_values = np.zeros((len(sampled), *values.shape[1:]), dtype=column.dtype)
-                all_values[sampled] = values
+                all_values = np.zeros((len(is_sampled), *values.shape[1:]), dtype=column.dtype)
+                all_values[is_sampled] = values
             if column.at_prediction:
                 # The value of token i + 1 stands at i, and 0 at the last position of a sequence.
                 all_values = np.roll(all_values, -1, axis=0)

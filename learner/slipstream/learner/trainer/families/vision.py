@@ -19,7 +19,8 @@ from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.vision import ImageProcessor
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.training_sequence import ImageInputs, MicroBatch
+from slipstream.learner.trainer.batches.sequence_images import ImageInputs
+from slipstream.learner.trainer.batches.training_sequence import MicroBatch
 from slipstream.learner.trainer.families.mappings import FamilyBridge, fused_experts, recipe_for
 from slipstream.learner.trainer.layers.vision_tower import (
     Tower,

@@ -2,7 +2,7 @@
 
 import torch
 from slipstream.learner.trainer import Megatron
-from slipstream.learner.trainer.batches.training_sequence import ImageInputs
+from slipstream.learner.trainer.batches.sequence_images import ImageInputs
 from slipstream.learner.trainer.layers import keep_buffers
 from torch import Tensor
 

@@ -23,10 +23,10 @@ from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.loss import TokenLoss
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.planner import plan_micro_batches, round_up
+from slipstream.learner.trainer.batches.sequence_images import ImageInputs
 from slipstream.learner.trainer.batches.training_sequence import (
     TOKEN_FIELDS,
     Bundle,
-    ImageInputs,
     MicroBatch,
     Paths,
     Segment,

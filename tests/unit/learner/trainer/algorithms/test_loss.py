@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import math
 import sys
 from pathlib import Path
@@ -9,12 +10,13 @@ from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.columns import OF_ALL_STEPS, TAKEN
 from slipstream.learner.algorithms.losses import step_columns
 from slipstream.learner.trainer.algorithms.loss import (
-    StepStatistics,
     TokenLoss,
     policy_loss,
 )
+from slipstream.learner.trainer.algorithms.step_statistics import StepStatistics
 from slipstream.learner.trainer.batches.training_sequence import with_tensors
 from support.fakes.packed import algorithm, micro_batch
+from support.references.documented_metrics import tables
 from torch import Tensor
 
 USUAL = algorithm()
@@ -372,3 +374,8 @@ def test_decoupled_ppo_weighs_by_the_proximal_policy_and_clips_around_it() -> No
     loss = loss_of(policy, batch, old=torch.tensor([-1.0]))
     assert loss.loss.item() == pytest.approx(-1.5 * 1.1)
     assert gradient(loss, policy) == pytest.approx([-1.5 * 1.1])
+
+
+def test_every_metric_of_a_step_has_a_row_of_the_page() -> None:
+    documented = set(itertools.chain.from_iterable(tables("A step in metrics.jsonl")))
+    assert documented >= TAKEN

@@ -10,12 +10,11 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.models.vision import ImageProcessor, load_processor
 from slipstream.core.types import ImagePlace
 from slipstream.learner.trainer.batches.batch import check_pixels
+from slipstream.learner.trainer.batches.sequence_images import image_positions, images_of
 from slipstream.learner.trainer.batches.training_sequence import (
     TOKEN_FIELDS,
     TokenEstimates,
     TrainingSequence,
-    image_positions,
-    images_of,
 )
 from support.fakes.fake_controller import make_batch
 from support.fakes.fake_trajectories import make_trajectory
