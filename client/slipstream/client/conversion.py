@@ -74,21 +74,26 @@ def read_message(given: object) -> Message:
             raise ValueError(f"a message has {FIELDS[name]} by two names with different values")
     _check(message_fields)
     calls = message_fields.get("tool_calls")
-    if isinstance(calls, str):
-        try:
-            calls = json.loads(calls)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"tool_calls must be a list, or JSON text of one: {error}") from None
     if calls is not None:
-        if not isinstance(calls, list | tuple):
-            raise ValueError(f"tool_calls must be a list, got {show(calls)}")
-        message_fields["tool_calls"] = tuple(map(_call, calls))
+        message_fields["tool_calls"] = _tool_calls(calls)
         message_fields["content"] = message_fields["content"] or ""
     content = message_fields["content"]
     is_list = isinstance(content, Sequence) and not isinstance(content, bytes) and len(content) > 0
     if not (is_list or isinstance(content, str)):
         raise ValueError(f"content must be a text or a list of parts, got {show(content)}")
     return Message(**message_fields)
+
+
+def _tool_calls(calls: object) -> tuple[ToolCall, ...]:
+    """Returns a message's calls of tools; `calls` is their list, or JSON text of it."""
+    if isinstance(calls, str):
+        try:
+            calls = json.loads(calls)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"tool_calls must be a list, or JSON text of one: {error}") from None
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"tool_calls must be a list, got {show(calls)}")
+    return tuple(map(_call, calls))
 
 
 def _is_absent(value: object) -> bool:

@@ -11,7 +11,7 @@ No step counts for much more than the median: a stall, or prompts, would decide 
 
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 # Steps of a trial. The first ones do not count, since drafts of the step before are verified then.
 TRIAL_STEPS = 48
@@ -66,6 +66,14 @@ class _Size:
         self.seconds = []
 
 
+class _EndedStep(NamedTuple):
+    """An engine step: its size, whether it drafted, and when it ended by the caller's clock."""
+
+    size: _Size
+    drafts: bool
+    end_s: float
+
+
 class DraftSwitch:
     """Keeps `lookup`, the length of drafts by number of requests, as vLLM's scheduler reads it."""
 
@@ -74,26 +82,28 @@ class DraftSwitch:
         self._num_tokens = num_tokens
         self.lookup = [num_tokens] * (most_requests + 1)
         self._sizes = [_Size() for _ in range(most_requests.bit_length() + 1)]
-        # Size and way of the step before, and when it ended; None after a pause.
-        self._before: tuple[int, bool, float] | None = None
+        # The step that this one follows at once; None after a pause.
+        self._previous: _EndedStep | None = None
 
     def end_step(self, num_requests: int, num_tokens: int, *, drafts: bool, now_s: float) -> None:
         """Notes a step of `num_requests`, which sampled `num_tokens`, and whether it drafted."""
         # A full server is of one size with one that lacks a request.
         number = (num_requests - 1).bit_length()
-        before = self._before
-        self._before = number, drafts, now_s
         size = self._sizes[number]
-        if before is None or before[:2] != (number, drafts) or drafts != size.drafts:
+        previous = self._previous
+        self._previous = _EndedStep(size, drafts, now_s)
+        if previous is None or previous.size is not size:
             return
-        size.end_step(num_tokens, now_s - before[2])
+        if not previous.drafts == drafts == size.drafts:
+            return
+        size.end_step(num_tokens, now_s - previous.end_s)
         if size.drafts != drafts:
             for place in range((1 << number >> 1) + 1, min((1 << number) + 1, len(self.lookup))):
                 self.lookup[place] = self._num_tokens if size.drafts else 0
 
     def pause(self) -> None:
         """Notes that the next step does not follow at once."""
-        self._before = None
+        self._previous = None
 
 
 def draft_switch(

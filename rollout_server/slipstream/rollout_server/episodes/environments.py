@@ -96,22 +96,37 @@ class HostedEnvironment:
         EnvironmentFailed when no worker starts, the environment is unloaded, or the task is set
         aside.
         """
-        while (index := await self._lone_index(episode_key, task_index)) is None:
-            async with self._first:
-                while not self._suspects.runs_alone(task_index):
-                    self._check_open(task_index)
-                    takers = [worker for worker in self._ready if worker.takes_episodes]
-                    worker = min(takers, key=lambda w: len(w.episodes), default=None)
-                    if worker is not None and len(worker.episodes) < self._suspects.most_together:
-                        return worker.open(
-                            episode_key, task_index, timeout_s, closed=self._changed.set
-                        )
-                    if self._num_abandoned >= self._num_workers:
-                        assert self._last_failure is not None
-                        raise self._last_failure
-                    self._start_further_worker()
-                    self._changed.clear()
-                    await self._changed.wait()
+        while True:
+            index = await self._lone_index(episode_key, task_index)
+            if index is not None:
+                return await self._open_alone(index, episode_key, task_index, timeout_s)
+            session = await self._open_shared(episode_key, task_index, timeout_s)
+            if session is not None:
+                return session
+
+    async def _open_shared(
+        self, episode_key: str, task_index: int, timeout_s: float
+    ) -> StreamSession | None:
+        """Waits for a place in a shared worker; returns None once the task must run alone."""
+        async with self._first:
+            while not self._suspects.runs_alone(task_index):
+                self._check_open(task_index)
+                takers = [worker for worker in self._ready if worker.takes_episodes]
+                worker = min(takers, key=lambda taker: len(taker.episodes), default=None)
+                if worker is not None and len(worker.episodes) < self._suspects.most_together:
+                    return worker.open(episode_key, task_index, timeout_s, closed=self._changed.set)
+                if self._num_abandoned >= self._num_workers:
+                    assert self._last_failure is not None
+                    raise self._last_failure
+                self._start_further_worker()
+                self._changed.clear()
+                await self._changed.wait()
+        return None
+
+    async def _open_alone(
+        self, index: int, episode_key: str, task_index: int, timeout_s: float
+    ) -> StreamSession:
+        """Starts worker `index` for this session alone, and ends it with the session."""
         worker = self._make()
         loaded = asyncio.Event()
         # The worker ends with its episode; an answer only tells the line where that waits.
