@@ -12,7 +12,7 @@ from slipstream.learner.controller.events import MAX_EVENTS
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc
 from support.rigs.completed import completed
 from support.rigs.fuzz_calls import server_hello
@@ -35,7 +35,7 @@ async def come_and_go(channel, number: int, *, drains: bool) -> None:
     name = f"server-{number if number % 4 < 2 else number % 40}"
     tokens = 100 + number % 7
     report = fleet_pb2.ServerReport(generated_tokens=tokens, ended_tokens=tokens, ended_episodes=1)
-    report.sent.MergeFrom(Amount(1, tokens).to_pb())
+    report.sent.MergeFrom(Tally(1, tokens).to_pb())
     enough = asyncio.Event()
 
     async def messages():

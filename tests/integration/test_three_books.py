@@ -17,7 +17,7 @@ from slipstream.learner.controller.records.snapshots import open_history
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.rollout_server.usage import EpochCounters
 from slipstream.v1 import trainer_pb2
@@ -166,10 +166,10 @@ def test_between_engine_and_record(times: int) -> None:
     made = replace(start, generated_tokens=4 * TOKENS, returned_tokens=4 * TOKENS)
     key = ServerKey(ServerId("faulty"), 7)
     epochs = ServerEpochs()
-    report = counters.report(made, sent=Amount(), queued_bytes=0)
+    report = counters.report(made, sent=Tally(), queued_bytes=0)
     epochs.join(key).report(report)
     (gap,) = [gap for name, _, gap in epochs.gaps() if name == "engine to record"]
-    assert gap == Amount(0, TOKENS if times == 0 else -TOKENS)
+    assert gap == Tally(0, TOKENS if times == 0 else -TOKENS)
 
 
 @times
@@ -236,7 +236,7 @@ async def test_between_batch_and_journal(tmp_path, caplog, monkeypatch, kind, ti
     write = Journal.write_batch
     append = Journal.append
 
-    def write_faultily(journal, batch) -> kinds.Batch:
+    def write_faultily(journal, batch) -> kinds.StepBatch:
         changed = trainer_pb2.RecordedBatch(header=batch.header)
         for trajectory in batch.trajectories:
             changed.trajectories.extend(trajectory for _ in third)

@@ -366,7 +366,7 @@ def record_run(folder: Path, batches: list[Batch], digests: list[str]) -> None:
                     "seed": 0,
                 }
                 server = {"server": "s", "epoch": 1, "deadline": batch.step}
-                journal.append(kinds.Lease(group=group, **lease, **server))
+                journal.append(kinds.GroupLease(group=group, **lease, **server))
             message = trainer_pb2.RecordedBatch(
                 header=batch_order(batch)[0].batch,
                 trajectories=map(trajectory_to_pb, batch.trajectories),

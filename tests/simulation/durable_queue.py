@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.base import Amount, Delivery, EpochAmounts
+from slipstream.protocol.queue.base import Delivery, EpochAmounts, Tally
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -95,7 +95,7 @@ class QueueReceiver(QueueEnd):
     def __init__(self, queue: DurableQueue, open_seal: Callable[..., bytes | None]) -> None:
         self._queue = queue
         self._open_seal = open_seal
-        self.given = Amount()
+        self.given = Tally()
         self.backlog = tuple(queue.entries)
         self._read: set[TrajectoryId] = set()
 

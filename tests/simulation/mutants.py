@@ -29,7 +29,7 @@ BATCHES = f"{CONTROLLER}.loop:BatchFormer"
 ORDERS = "slipstream.rollout_server.weight_orders:WeightOrders"
 CLIENT = "slipstream.learner.trainer.controller_client:ControllerClient"
 SERVICE = f"{CONTROLLER}.services.trainer_service"
-WRITER = "slipstream.extensions.stored_weights.trainer:VersionWriter"
+WRITER = "slipstream.extensions.stored_weights.trainer:StorageWriter"
 WEIGHTS = "slipstream.extensions.task_weights.controller:TaskWeighing"
 FETCHED = "slipstream.extensions.stored_weights.server:StoredWeights"
 

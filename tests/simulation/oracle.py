@@ -148,7 +148,7 @@ class _Judge:
             record = parsed(fields_)
             history.add(record)
             match record:
-                case kinds.Lease():
+                case kinds.GroupLease():
                     leased.add(record.group)
                     over |= {record.replaces} - {None}
                 case kinds.GroupSetAside() | kinds.Closed():

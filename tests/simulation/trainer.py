@@ -15,7 +15,7 @@ from slipstream.core.errors import RunFailed, SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
-from slipstream.extensions.stored_weights.trainer import VersionWriter
+from slipstream.extensions.stored_weights.trainer import StorageWriter
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.batch_stream import read_order
 from slipstream.learner.trainer.controller_client import (
@@ -84,10 +84,10 @@ class SimulatedTrainer:
         self._communicator = ""
         # Whether it was told to leave.
         self.is_leaving = False
-        self._writer: VersionWriter | None = None
+        self._writer: StorageWriter | None = None
         if config.weights.storage_url is not None:
             published: Any = storage.Published(lambda: self.weights)
-            self._writer = VersionWriter(
+            self._writer = StorageWriter(
                 published, config.weights, ranks=storage.RANKS, client=self.client
             )
 

@@ -31,7 +31,7 @@ from slipstream.extensions.redis import receiver as redis_receiver
 from slipstream.learner.controller import application
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.leasing.shares import Choice
+from slipstream.learner.controller.leasing.shares import BatchChoice
 from slipstream.learner.controller.records import snapshots
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.services import fleet_service
@@ -662,7 +662,7 @@ class World:
 
         take_batch = LeaseBook.take_batch
 
-        def take_and_judge(book: LeaseBook, choice: Choice[Group]) -> list[Group]:
+        def take_and_judge(book: LeaseBook, choice: BatchChoice[Group]) -> list[Group]:
             self._judge_shares(book, choice)
             return take_batch(book, choice)
 
@@ -718,7 +718,7 @@ class World:
             stack.enter_context(self.disk.replaces_fsync())
             yield
 
-    def _judge_shares(self, book: LeaseBook, choice: Choice[Group]) -> None:
+    def _judge_shares(self, book: LeaseBook, choice: BatchChoice[Group]) -> None:
         """Compares a batch with what each environment is owed by the records so far."""
         assert self.controller is not None
         books = self.controller.books

@@ -37,11 +37,11 @@ _READ_BYTES = 8 << 20
 MAX_CAUSE = 200
 
 
-class _Record(BaseModel):
+class _CheckpointRecord(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FileEntry(_Record):
+class FileEntry(_CheckpointRecord):
     """One file of a checkpoint."""
 
     # Relative to the checkpoint's folder.
@@ -51,7 +51,7 @@ class FileEntry(_Record):
     digest: str
 
 
-class Layout(_Record):
+class Layout(_CheckpointRecord):
     """Sizes of the parallel groups that wrote a checkpoint."""
 
     world_size: int
@@ -64,7 +64,7 @@ class Layout(_Record):
     distributed_optimizer: bool
 
 
-class Manifest(_Record):
+class Manifest(_CheckpointRecord):
     """The description of a checkpoint, written last: a folder with a manifest is complete."""
 
     format: Literal[1] = 1

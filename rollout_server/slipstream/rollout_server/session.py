@@ -19,13 +19,13 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import GroupId, ServerId
 from slipstream.core.waits import asking_in_silence, within
 from slipstream.protocol.codec import PROTOCOL_VERSION
-from slipstream.protocol.queue.base import Amount, TrajectorySender
+from slipstream.protocol.queue.base import Tally, TrajectorySender
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_group import agreed_settings
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
-from slipstream.rollout_server.episodes.play import EpisodeServices, Identity, Lease
+from slipstream.rollout_server.episodes.play import EpisodeLease, EpisodeServices, Identity
 from slipstream.rollout_server.part import Fetches
 from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.usage import EpochCounters
@@ -150,7 +150,7 @@ class Session:
     async def _take(self, message: fleet_pb2.ControllerMessage) -> None:
         match message.WhichOneof("message"):
             case "lease":
-                self.dispatcher.start(Lease.from_pb(message.lease, self._config.sampling))
+                self.dispatcher.start(EpisodeLease.from_pb(message.lease, self._config.sampling))
             case "cancel":
                 log.info("lease %s: %s", message.cancel.group_id, message.cancel.reason)
                 await self.dispatcher.cancel(GroupId(message.cancel.group_id))
@@ -190,7 +190,7 @@ class Session:
     def _report(self, *, is_last: bool = False) -> fleet_pb2.ServerReport:
         return self._counters.report(
             self._engine.requests.use(),
-            sent=self._sender.taken.get(self._epoch, Amount()),
+            sent=self._sender.taken.get(self._epoch, Tally()),
             queued_bytes=self._sender.queued_bytes,
             refused_agents=self._refused_agents(),
             is_last=is_last,

@@ -5,7 +5,7 @@ import time
 
 from slipstream.core.machine import process
 from slipstream.core.types import TrajectoryId
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.rollout_server.engine_interface import EngineUse
 from slipstream.v1 import fleet_pb2
 
@@ -82,7 +82,7 @@ class EpochCounters:
         self._started_s = time.monotonic()
         # Tokens of replies that environments gave: no engine has counted them.
         self._given_tokens = 0
-        self.all_ended = Amount()
+        self.all_ended = Tally()
         # Trajectories of ended episodes that the queue has not taken.
         self.delivering: dict[TrajectoryId, int] = {}
         # Sampled tokens of open episodes whose generation has returned.
@@ -128,7 +128,7 @@ class EpochCounters:
         self,
         use: EngineUse,
         *,
-        sent: Amount,
+        sent: Tally,
         queued_bytes: int,
         refused_agents: int = 0,
         is_last: bool = False,
@@ -152,7 +152,7 @@ class EpochCounters:
             # Tokens inside the engine belong to open requests: a difference is an error, and shows.
             inside = 0
             uncounted = 0
-        waiting = Amount(len(self.delivering), sum(self.delivering.values()))
+        waiting = Tally(len(self.delivering), sum(self.delivering.values()))
         return fleet_pb2.ServerReport(
             generated_tokens=use.generated_tokens
             - self._start.generated_tokens

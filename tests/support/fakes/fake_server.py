@@ -21,7 +21,7 @@ from slipstream.core.types import (
     VersionSpan,
 )
 from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
-from slipstream.protocol.queue.base import Amount, TrajectorySender, seal
+from slipstream.protocol.queue.base import Tally, TrajectorySender, seal
 from slipstream.protocol.queue.grpc import GrpcSender
 from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layout_to_pb
 from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, trajectory_pb2, weights_pb2
@@ -148,13 +148,13 @@ class FakeServer:
     def report(self) -> fleet_pb2.ServerReport:
         # The sender to Redis is opened after the welcome.
         amounts = self.sender.taken if self.sender else {}
-        sent = amounts.get(f"{self.epoch:x}", Amount())
+        sent = amounts.get(f"{self.epoch:x}", Tally())
         return fleet_pb2.ServerReport(
             generated_tokens=self.generated,
             ended_tokens=self.ended,
             in_flight_tokens=self.generated - self.ended,
             ended_episodes=self.num_ended,
-            delivering=Amount(len(self.delivering), sum(self.delivering.values())).to_pb(),
+            delivering=Tally(len(self.delivering), sum(self.delivering.values())).to_pb(),
             sent=sent.to_pb(),
         )
 

@@ -10,12 +10,12 @@ import torch
 from slipstream.core.errors import WeightSyncError
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.learner.trainer.weights.bucket_senders import IpcSender
-from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
+from slipstream.protocol.weights.buckets import Bucket, TensorSpan, TensorSpec
 from slipstream.v1 import weights_pb2
 
 
 def bucket(name: str, num_bytes: int) -> Bucket:
-    return Bucket((Span(TensorSpec(name, "float32", (num_bytes // 4,)), 0),), num_bytes)
+    return Bucket((TensorSpan(TensorSpec(name, "float32", (num_bytes // 4,)), 0),), num_bytes)
 
 
 # An odd number of them: the second update begins with the first buffer again.

@@ -128,7 +128,7 @@ def record(config: Config, batches: Iterable[Batch]) -> None:
             version = PolicyVersion(0, step + 1)
             checkpointer.save(version, digest)
             for group in dict.fromkeys(batch.group_ids):
-                lease = kinds.Lease(
+                lease = kinds.GroupLease(
                     group=group,
                     environment="letters",
                     number=num_leases,

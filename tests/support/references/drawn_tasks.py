@@ -21,7 +21,7 @@ def drawn_tasks(
     for fields in read_records(journal):
         record = parsed(fields)
         if (
-            isinstance(record, kinds.Lease)
+            isinstance(record, kinds.GroupLease)
             and record.environment == environment
             and record.replaces is None
             and int(record.group[1:]) >= state.next_group

@@ -48,7 +48,7 @@ from slipstream.protocol.codec import (
 from slipstream.protocol.queue.base import Delivery, opener
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
-from slipstream.rollout_server.episodes.play import Lease
+from slipstream.rollout_server.episodes.play import EpisodeLease
 from slipstream.v1 import (
     environment_pb2,
     fleet_pb2,
@@ -236,7 +236,7 @@ def message_readers() -> list[Reader]:
         message_reader("status of an environment", spec, environment_from_pb),
         message_reader("event", event, event_from_pb),
         message_reader("layout", LAYOUT, _layout, (ConfigError, ProtocolError)),
-        message_reader("lease", lease, lambda m: Lease.from_pb(m, _sampling())),
+        message_reader("lease", lease, lambda m: EpisodeLease.from_pb(m, _sampling())),
         message_reader(
             "order to the trainer",
             trainer_pb2.Directive(batch=batch),

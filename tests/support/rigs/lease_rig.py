@@ -22,7 +22,7 @@ from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.tasks import EnvironmentBook, EnvironmentEntry
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.protocol.queue.grpc import GrpcReceiver
 from slipstream.v1 import environment_pb2, fleet_pb2, trajectory_pb2
 
@@ -97,7 +97,7 @@ def ledger_of(
 
     class WholeJournal:
         @property
-        def settled(self) -> Amount:
+        def settled(self) -> Tally:
             return ledger._settled
 
         def append(self, record: Record) -> None:

@@ -41,7 +41,7 @@ class Passed(BaseModel):
         return present == self.files
 
 
-class _Record(BaseModel):
+class _PassedChecks(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     checks: dict[str, Passed]
@@ -54,7 +54,7 @@ class Remembered:
         self._path = run_folder / LOGS / NAME
         self._passed: dict[str, Passed] = {}
         try:
-            record = _Record.model_validate_json(self._path.read_bytes())
+            record = _PassedChecks.model_validate_json(self._path.read_bytes())
         except (OSError, ValidationError):
             return
         now_s = time.time()
@@ -77,7 +77,7 @@ class Remembered:
 
     def save(self) -> None:
         """Replaces what the run's folder, which has a folder of logs, remembers; raises OSError."""
-        record = _Record(checks=self._passed)
+        record = _PassedChecks(checks=self._passed)
         text = record.model_dump_json()
         replace_file(self._path, text.encode())
 

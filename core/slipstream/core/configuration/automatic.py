@@ -162,7 +162,7 @@ def _filled(
     gpus: NodeGpus | None,
 ) -> dict[str, Any]:
     """Returns `table` with what a run chooses where it is silent; `recorded` choices stay."""
-    choice = _Choice(table, tables, recorded)
+    choice = _AutomaticValue(table, tables, recorded)
     parameters = sizes.parameters
     model_bytes = parameters * (4 if tables.model.dtype == "float32" else 2)
     is_large = parameters >= LARGE
@@ -404,7 +404,7 @@ def describe_choices(tables: Tables) -> str:
     return ", ".join(shown)
 
 
-class _Choice:
+class _AutomaticValue:
     """Chooses a setting's value: the stated one, else the recorded one, else the caller's.
 
     `settings` are the stated ones and the choices so far, `names` those of the latter.

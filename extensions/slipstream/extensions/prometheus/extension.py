@@ -19,5 +19,5 @@ EXTENSION = Extension(
     is_on=_is_on,
     checks="slipstream.extensions.prometheus.launch:CHECKS",
     controller="slipstream.extensions.prometheus.controller:MetricsPart",
-    server="slipstream.extensions.prometheus.server:MetricsPart",
+    server="slipstream.extensions.prometheus.server:ServerMetricsPart",
 )

@@ -12,7 +12,7 @@ from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.part import ServerPart
 
 
-class MetricsPart(ServerPart):
+class ServerMetricsPart(ServerPart):
     """Serves /metrics with the load of the engine."""
 
     def __init__(self, config: Config, server: ServerId) -> None:

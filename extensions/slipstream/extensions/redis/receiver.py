@@ -35,7 +35,7 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.run import Run
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.bounds import check_known, decode
-from slipstream.protocol.queue.base import Amount, Delivery, OpenSeal, opened, opener
+from slipstream.protocol.queue.base import Delivery, OpenSeal, Tally, opened, opener
 from slipstream.v1 import trajectory_pb2
 
 GROUP = "controller"
@@ -66,7 +66,7 @@ class RedisReceiver:
         self._open_seal = open_seal
         self._connection = RedisConnection(url, run_id, patience_s)
         self._deliveries: asyncio.Queue[Delivery] = asyncio.Queue(ENTRIES_PER_READ)
-        self.given = Amount()
+        self.given = Tally()
         self.backlog: list[TrajectoryId] = []
         # Whether the stream had to be made, and the number of entries that were ever added to it.
         self.is_new = False
@@ -374,5 +374,5 @@ async def receiver(
             opened_receiver.is_new or opened_receiver.added < last_added
         ):
             run.events.warn("the queue lost what waited there; it is generated again")
-        journal.append(kinds.Queue(added=opened_receiver.added))
+        journal.append(kinds.QueueStart(added=opened_receiver.added))
         yield opened_receiver

@@ -48,7 +48,7 @@ _CLOSE_LIMIT_S = 30.0
 _MAX_CAUSE = 500
 
 
-class VersionWriter:
+class StorageWriter:
     """Carries out store orders one after another; `store` and `close` are collective.
 
     `store` copies the weights and returns; a thread on each sending rank writes them. Rank 0
@@ -370,6 +370,6 @@ class RankObjects:
 
 def writer(
     config: Config, policy: Policy, published: Published, client: ControllerClient
-) -> VersionWriter:
+) -> StorageWriter:
     """Returns the writer of a run's versions; raises ConfigError if fsspec cannot open the URL."""
-    return VersionWriter(published, config.weights, ranks=policy.ranks, client=client)
+    return StorageWriter(published, config.weights, ranks=policy.ranks, client=client)

@@ -26,7 +26,7 @@ from slipstream.extensions.what_if.simulation import (
     WARM_UP,
     EngineSpeed,
     Episode,
-    Fleet,
+    FleetSizes,
     Prediction,
     Simulation,
     Work,
@@ -50,7 +50,7 @@ HALVINGS = 8
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """The means of a run's steps behind the warm-up, and what a simulation repeats."""
 
     work: Work
@@ -66,7 +66,7 @@ class Measured:
     generation: tuple[tuple[int, float], ...]
 
 
-def read_run(folder: Path, *, groups_per_step: int) -> Measured:
+def read_run(folder: Path, *, groups_per_step: int) -> MeasuredRun:
     """Returns what the steps of a run behind the warm-up took.
 
     `groups_per_step` is the run's own. Raises ConfigError for too few steps, or without their
@@ -111,7 +111,7 @@ def read_run(folder: Path, *, groups_per_step: int) -> Measured:
     for row in rows:
         busy_s = row["step_s"] - row["groups_wait_s"]
         other_s.append(max(0.0, busy_s - row["training_s"]))
-    return Measured(
+    return MeasuredRun(
         work=Work(
             groups=groups,
             groups_per_step=groups_per_step,
@@ -180,7 +180,7 @@ def by_length(generation: Sequence[tuple[int, float]]) -> float:
     return pace(shorter) / pace(longer)
 
 
-def find_speed(measured: Measured, fleet: Fleet, *, num_steps: int) -> EngineSpeed:
+def find_speed(measured: MeasuredRun, fleet: FleetSizes, *, num_steps: int) -> EngineSpeed:
     """Returns the engine with which the run's replies and steps take as long as was measured.
 
     `fleet` are the run's own sizes. Raises ConfigError if replies took no time.
@@ -206,7 +206,7 @@ def find_speed(measured: Measured, fleet: Fleet, *, num_steps: int) -> EngineSpe
 
 
 def _scaled(
-    steady: EngineSpeed, measured: Measured, fleet: Fleet, *, num_steps: int
+    steady: EngineSpeed, measured: MeasuredRun, fleet: FleetSizes, *, num_steps: int
 ) -> EngineSpeed:
     """Returns the engine that is so many times slower than `steady` that the mean pace is right.
 
@@ -227,7 +227,7 @@ def _scaled(
     return speed
 
 
-def _error(measured: Measured, prediction: Prediction) -> float:
+def _error(measured: MeasuredRun, prediction: Prediction) -> float:
     """Returns how far tokens a second and the paces by length are from what was measured."""
     of_rate = math.log(prediction.tokens_per_s / measured.tokens_per_s)
     of_paces = math.log(by_length(prediction.generation) / by_length(measured.generation))

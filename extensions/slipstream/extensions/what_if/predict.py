@@ -18,8 +18,8 @@ from slipstream.core.errors import USAGE_ERROR, ConfigError, SlipstreamError
 from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
-from slipstream.extensions.what_if.measured import Measured, find_speed, read_run
-from slipstream.extensions.what_if.simulation import Fleet, Prediction, Simulation
+from slipstream.extensions.what_if.measured import MeasuredRun, find_speed, read_run
+from slipstream.extensions.what_if.simulation import FleetSizes, Prediction, Simulation
 
 # The settings whose effect the simulation knows.
 SETTINGS = (
@@ -98,8 +98,8 @@ def _check(config: Config) -> None:
         )
 
 
-def _fleet(config: Config) -> Fleet:
-    return Fleet(
+def _fleet(config: Config) -> FleetSizes:
+    return FleetSizes(
         num_servers=config.rollout_server.count,
         max_episodes=config.rollout_server.max_episodes,
         groups_per_step=config.algorithm.groups_per_step,
@@ -108,7 +108,7 @@ def _fleet(config: Config) -> Fleet:
 
 
 def _describe(
-    measured: Measured, same: Prediction, other: Prediction, changes: Sequence[str]
+    measured: MeasuredRun, same: Prediction, other: Prediction, changes: Sequence[str]
 ) -> list[str]:
     """Returns a table, and what its error is."""
     columns = (measured, same, other)

@@ -97,7 +97,7 @@ class EngineSpeed:
 
 
 @dataclass(frozen=True)
-class Fleet:
+class FleetSizes:
     """The sizes of a run that predictions may change."""
 
     num_servers: int
@@ -169,7 +169,9 @@ class _Engine:
 class Simulation:
     """One run of `num_steps` steps; `run` returns its means."""
 
-    def __init__(self, work: Work, speed: EngineSpeed, fleet: Fleet, *, num_steps: int) -> None:
+    def __init__(
+        self, work: Work, speed: EngineSpeed, fleet: FleetSizes, *, num_steps: int
+    ) -> None:
         self._work = work
         self._speed = speed
         self._fleet = fleet

@@ -76,7 +76,7 @@ class BatchFormer:
         # The task that writes a batch: it finishes even when the trainer's call breaks off.
         self._forming: asyncio.Task[FormedBatch | RunFailed] | None = None
         # A batch that a client will most likely order, and the task that writes its file.
-        self._ahead: tuple[FormedBatch, asyncio.Task[kinds.Batch | RunFailed]] | None = None
+        self._ahead: tuple[FormedBatch, asyncio.Task[kinds.StepBatch | RunFailed]] | None = None
         # The batch that the trainer has.
         self.training: FormedBatch | None = None
         # Last report of the trainer and the answered version, in case the answer was lost.
@@ -236,7 +236,7 @@ class BatchFormer:
             batch = FormedBatch(step, name, (), order)
             self._ahead = batch, self._tasks.create_task(self._write_file(batch))
 
-    async def _write_file(self, batch: FormedBatch) -> kinds.Batch | RunFailed:
+    async def _write_file(self, batch: FormedBatch) -> kinds.StepBatch | RunFailed:
         try:
             # Encoding and the disk take long.
             return await asyncio.to_thread(self._journal.write_batch, batch.contents)

@@ -21,7 +21,7 @@ class BranchStep:
     change: WeightChange
 
 
-class Branch:
+class TrainingBranch:
     """A training line with its own state of the policy; every method is collective.
 
     `weights` are the published ones of its newest version, as `host_weights` returns them.

@@ -158,7 +158,7 @@ class Replay:
 
     def _train_beside(self, changed: Config, first: int) -> None:
         """Trains steps before `first` as they were, and the others by both settings in turn."""
-        from slipstream.learner.trainer.branch import Branch
+        from slipstream.learner.trainer.branch import TrainingBranch
         from slipstream.learner.trainer.training_line import TrainingLine
         from slipstream.learner.trainer.weight_changes import (
             ChangeLikeness,
@@ -170,7 +170,7 @@ class Replay:
         for recorded in self._run.steps[:place]:
             self._line.train(recorded.batch)
             self._compare_digest(recorded)
-        original = Branch(self._policy, self._line)
+        original = TrainingBranch(self._policy, self._line)
         other = original.fork(changed_line)
         start = original.weights
         for recorded in self._run.steps[place:]:

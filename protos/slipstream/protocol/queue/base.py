@@ -25,14 +25,14 @@ from slipstream.protocol.bounds import shown
 from slipstream.v1 import trajectory_pb2
 
 
-class Amount(NamedTuple):
+class Tally(NamedTuple):
     """Numbers of trajectories and of their sampled tokens."""
 
     trajectories: int = 0
     tokens: int = 0
 
     @classmethod
-    def from_pb(cls, message: trajectory_pb2.Amount) -> "Amount":
+    def from_pb(cls, message: trajectory_pb2.Amount) -> "Tally":
         """Returns the amount that a message holds."""
         return cls(message.trajectories, message.tokens)
 
@@ -40,23 +40,23 @@ class Amount(NamedTuple):
         """Returns the amount as a message; both numbers must be 0 or more."""
         return trajectory_pb2.Amount(trajectories=self.trajectories, tokens=self.tokens)
 
-    def plus(self, tokens: int) -> "Amount":
+    def plus(self, tokens: int) -> "Tally":
         """Returns this amount plus one trajectory with `tokens` sampled tokens."""
-        return Amount(self.trajectories + 1, self.tokens + tokens)
+        return Tally(self.trajectories + 1, self.tokens + tokens)
 
-    def less(self, *amounts: "Amount") -> "Amount":
+    def less(self, *amounts: "Tally") -> "Tally":
         """Returns this amount minus all of `amounts`; the difference may be negative."""
         trajectories = self.trajectories - sum(other.trajectories for other in amounts)
-        return Amount(trajectories, self.tokens - sum(other.tokens for other in amounts))
+        return Tally(trajectories, self.tokens - sum(other.tokens for other in amounts))
 
 
-NOTHING = Amount()
+NOTHING = Tally()
 
 
-class EpochAmounts(dict[str, Amount]):
+class EpochAmounts(dict[str, Tally]):
     """Amounts by server epoch, the hexadecimal last part of a trajectory's id."""
 
-    def add(self, trajectory_id: TrajectoryId, tokens: int) -> Amount:
+    def add(self, trajectory_id: TrajectoryId, tokens: int) -> Tally:
         """Counts a trajectory with `tokens` sampled tokens; returns the new amount of its epoch."""
         epoch = trajectory_id.rpartition(".")[2]
         self[epoch] = amount = self.get(epoch, NOTHING).plus(tokens)
@@ -73,7 +73,7 @@ class Delivery:
     tokens: int = 0
     # All that the sender had put into the queue in this server epoch, this trajectory included:
     # the queue keeps the order of a sender. NOTHING if the sender does not report it.
-    sent: Amount = NOTHING
+    sent: Tally = NOTHING
 
 
 class TrajectorySender(Protocol):
@@ -104,7 +104,7 @@ class TrajectoryReceiver(Protocol):
     """The controller's end of the queue."""
 
     # Amount of all deliveries that `get` returned, repeated ones included.
-    given: Amount
+    given: Tally
 
     @property
     def backlog(self) -> Sequence[TrajectoryId]:
@@ -219,7 +219,7 @@ async def opened(open_seal: OpenSeal, request: trajectory_pb2.DeliverRequest) ->
         raise ProtocolError(
             f"trajectory {shown(trajectory_id)} is not sealed by the server that it names"
         )
-    return Delivery(trajectory_id, data, request.tokens, Amount.from_pb(request.sent))
+    return Delivery(trajectory_id, data, request.tokens, Tally.from_pb(request.sent))
 
 
 def _seal(key: bytes, trajectory_id: TrajectoryId, data: bytes) -> bytes:

@@ -19,11 +19,11 @@ from slipstream.core.errors import QueueError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import TrajectoryId
 from slipstream.protocol.queue.base import (
-    Amount,
     ByteBudget,
     Delivery,
     EpochAmounts,
     OpenSeal,
+    Tally,
     opened,
 )
 from slipstream.protocol.rich_errors import REFUSALS
@@ -176,7 +176,7 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
         self._budget = ByteBudget(max_waiting_bytes)
         # For each unacknowledged trajectory, the answers of the newest stream that delivered it.
         self._answers: dict[TrajectoryId, _Answers] = {}
-        self.given = Amount()
+        self.given = Tally()
         # Always empty: senders keep unacknowledged trajectories.
         self.backlog: Sequence[TrajectoryId] = ()
 

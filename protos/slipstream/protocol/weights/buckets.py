@@ -35,7 +35,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Span:
+class TensorSpan:
     """A whole tensor, and the offset of its bytes in its bucket."""
 
     tensor: TensorSpec
@@ -46,7 +46,7 @@ class Span:
 class Bucket:
     """Tensors of one sender that travel in one broadcast."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[TensorSpan, ...]
     num_bytes: int
 
     @property
@@ -64,7 +64,7 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
     if bucket_bytes < 1:
         raise ConfigError(f"bucket_bytes must be at least 1, got {bucket_bytes}")
     buckets: list[Bucket] = []
-    spans: list[Span] = []
+    spans: list[TensorSpan] = []
     used_bytes = 0
     for tensor in tensors:
         if tensor.dtype not in ITEM_BYTES:
@@ -77,7 +77,7 @@ def plan_buckets(tensors: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucke
             buckets.append(Bucket(tuple(spans), used_bytes))
             spans = []
             used_bytes = 0
-        spans.append(Span(tensor, used_bytes))
+        spans.append(TensorSpan(tensor, used_bytes))
         used_bytes = -(-(used_bytes + tensor.num_bytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     if spans:
         buckets += _tapered(Bucket(tuple(spans), used_bytes))
@@ -151,6 +151,6 @@ def _tapered(bucket: Bucket) -> Iterator[Bucket]:
         count = max(1, bisect.bisect_right(offsets, max_bytes) - 1)
         cut = offsets[count]
         yield Bucket(bucket.spans[:count], cut)
-        rest = (Span(span.tensor, span.offset_bytes - cut) for span in bucket.spans[count:])
+        rest = (TensorSpan(span.tensor, span.offset_bytes - cut) for span in bucket.spans[count:])
         bucket = Bucket(tuple(rest), bucket.num_bytes - cut)
     yield bucket

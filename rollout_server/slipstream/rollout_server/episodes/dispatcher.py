@@ -44,9 +44,9 @@ from slipstream.rollout_server.episodes.kinds import talk
 from slipstream.rollout_server.episodes.play import (
     Cancelled,
     EpisodeAttempt,
+    EpisodeLease,
     EpisodeServices,
     Identity,
-    Lease,
     PromptTooLong,
     ServiceFailed,
     reply_alone,
@@ -107,7 +107,7 @@ class Dispatcher:
         # Set while new weights wait for their verdict; its result is whether they passed.
         self._verdict: asyncio.Future[bool] | None = None
 
-    def start(self, lease: Lease) -> None:
+    def start(self, lease: EpisodeLease) -> None:
         """Starts a lease; if its group is leased here already, that lease continues unchanged."""
         if lease.group_id in self._groups:
             log.warning("group %s is leased twice", lease.group_id)
@@ -336,7 +336,7 @@ class Dispatcher:
 
 @dataclass(eq=False)
 class _Group:
-    lease: Lease
+    lease: EpisodeLease
     # Members without a final trajectory; a cancelled trajectory is not final.
     unfinished: set[int]
     # The first attempt that no member has begun.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from slipstream.core.types import Status, Trajectory
 from slipstream.rollout_server.episodes.calls import check_sum, misused
 from slipstream.rollout_server.episodes.environments import Environments
-from slipstream.rollout_server.episodes.play import EpisodeAttempt, Lease
+from slipstream.rollout_server.episodes.play import EpisodeAttempt, EpisodeLease
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.v1 import environment_pb2
@@ -28,7 +28,7 @@ class EndedPlay:
 
 
 async def ask_verdicts(
-    environments: Environments, lease: Lease, key: str, ended: Sequence[EndedPlay]
+    environments: Environments, lease: EpisodeLease, key: str, ended: Sequence[EndedPlay]
 ) -> Sequence[environment_pb2.EpisodeVerdict]:
     """Returns the environment's verdict on each of `ended`, in an episode of its own named `key`.
 

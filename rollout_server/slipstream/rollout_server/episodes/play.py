@@ -65,7 +65,7 @@ class EpisodeAttempt:
     def __init__(
         self,
         identity: Identity,
-        lease: Lease,
+        lease: EpisodeLease,
         member: int,
         attempt: int,
         services: EpisodeServices,
@@ -278,7 +278,7 @@ _PURPOSES = frozenset(purpose.value for purpose in Purpose)
 
 
 @dataclass(frozen=True)
-class Lease:
+class EpisodeLease:
     """Permission to run members of a group, in attempts `first_attempt` .. `max_attempts` - 1."""
 
     group_id: GroupId
@@ -299,7 +299,7 @@ class Lease:
     # Whether the run has a reference model.
     has_reference: bool = False
 
-    def ended_at(self, ends: ReplyEnds) -> Lease:
+    def ended_at(self, ends: ReplyEnds) -> EpisodeLease:
         """Returns the lease whose replies also end at the chat template's end.
 
         A client that gives the whole prompt states the ends itself, and `ignore_eos` leaves all
@@ -312,7 +312,7 @@ class Lease:
         return dataclasses.replace(self, sampling=sampling)
 
     @classmethod
-    def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> Lease:
+    def from_pb(cls, message: fleet_pb2.Lease, defaults: SamplingSection) -> EpisodeLease:
         """Returns the lease in `message`; `defaults` apply if it has no sampling settings.
 
         Raises ProtocolError for an unknown purpose, a torn prompt, or invalid values for the chat

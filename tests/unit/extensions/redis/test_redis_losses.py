@@ -13,7 +13,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.extensions.redis.connection import DELIVERY
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import CONSUMER, GROUP, RedisReceiver
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.v1 import trajectory_pb2
 from support.fakes.queue_seals import without_seal
 from support.rigs import tools
@@ -228,7 +228,7 @@ async def test_what_older_files_lack_is_missing_in_the_next_delivery(server, tmp
     ):
         deliveries = [await receiver.get() for _ in range(2)]
     assert [delivery.trajectory_id for delivery in deliveries] == [name(0), name(2)]
-    assert [delivery.sent for delivery in deliveries] == [Amount(1, 3), Amount(1, 5)]
+    assert [delivery.sent for delivery in deliveries] == [Tally(1, 3), Tally(1, 5)]
 
 
 @pytest.mark.parametrize("lose", [trim_stream, delete_bytes])
@@ -304,7 +304,7 @@ async def test_an_entry_out_of_the_bounds_of_grpc_is_removed_with_its_cause(
             await sender.put(name(2), b"x", timeout_s=LIMIT_S)
         assert (await receiver.get()).trajectory_id == name(2)
         await until(lambda: "is removed: " in caplog.text)
-    assert rule.removeprefix("Amount").lstrip(".") in caplog.text
+    assert rule.removeprefix("Tally").lstrip(".") in caplog.text
     assert "\x1b" not in caplog.text
     pending = await administrator.xpending(STREAM, GROUP)
     assert pending["pending"] == await administrator.xlen(STREAM) == 1

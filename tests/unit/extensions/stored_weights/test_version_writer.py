@@ -14,7 +14,7 @@ from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights import trainer as version_writer
 from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.extensions.stored_weights.storage import Storage
-from slipstream.extensions.stored_weights.trainer import RankObjects, VersionWriter
+from slipstream.extensions.stored_weights.trainer import RankObjects, StorageWriter
 from slipstream.learner.trainer.weights.publish import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec
@@ -62,7 +62,7 @@ class Trainer:
         """The weights of a rank, and what writes them."""
         filling = PlainFilling(self.tensors, ranks)
         stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=BUCKET_BYTES)
-        writer = VersionWriter(
+        writer = StorageWriter(
             Published(stream),
             self.weights,
             ranks=ranks,

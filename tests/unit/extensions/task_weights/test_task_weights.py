@@ -88,7 +88,7 @@ class Scene:
     def play(self, number: int, task: int, passed: int) -> None:
         """Leases, finishes and trains one group of a task."""
         group = GroupId(f"g{number:06d}")
-        self.journal.append(kinds.Lease(group, "e", number, task, 1, 9, "a", 1))
+        self.journal.append(kinds.GroupLease(group, "e", number, task, 1, 9, "a", 1))
         result = kinds.TaskResult(
             group=group,
             reward=passed / 2,
@@ -96,7 +96,7 @@ class Scene:
             passed=passed,
         )
         self.journal.append(result)
-        batch = kinds.Batch(
+        batch = kinds.StepBatch(
             step=self.state.next_step,
             batch_id=f"b{number:06d}",
             crc32=1,

@@ -12,19 +12,19 @@ import pytest
 from slipstream.client.run_folder import write_config
 from slipstream.core.errors import ConfigError
 from slipstream.extensions.what_if import predict as program
-from slipstream.extensions.what_if.measured import Measured, find_speed, read_run
+from slipstream.extensions.what_if.measured import MeasuredRun, find_speed, read_run
 from slipstream.extensions.what_if.predict import predict
 from slipstream.extensions.what_if.simulation import (
     EngineSpeed,
     Episode,
-    Fleet,
+    FleetSizes,
     Simulation,
     Work,
 )
 from support.fakes.fake_server import FakeServer
 from support.rigs.controller_runs import make_config, play
 
-FLEET = Fleet(
+FLEET = FleetSizes(
     num_servers=1,
     max_episodes=64,
     groups_per_step=4,
@@ -61,7 +61,7 @@ def test_an_engine_is_found_by_which_other_settings_are_predicted(speed: EngineS
         pause_s=0.01,
     )
     true = Simulation(work, speed, FLEET, num_steps=80).run()
-    measured = Measured(
+    measured = MeasuredRun(
         work=work,
         first_step=1,
         last_step=80,
@@ -75,8 +75,8 @@ def test_an_engine_is_found_by_which_other_settings_are_predicted(speed: EngineS
     )
     found_speed = find_speed(measured, FLEET, num_steps=80)
     for other in (
-        Fleet(num_servers=2, max_episodes=64, groups_per_step=4, max_staleness=0),
-        Fleet(num_servers=1, max_episodes=64, groups_per_step=8, max_staleness=4),
+        FleetSizes(num_servers=2, max_episodes=64, groups_per_step=4, max_staleness=0),
+        FleetSizes(num_servers=1, max_episodes=64, groups_per_step=8, max_staleness=4),
     ):
         expected = Simulation(work, speed, other, num_steps=80).run()
         prediction = Simulation(work, found_speed, other, num_steps=80).run()

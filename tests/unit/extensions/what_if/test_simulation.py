@@ -7,7 +7,7 @@ import pytest
 from slipstream.extensions.what_if.simulation import (
     EngineSpeed,
     Episode,
-    Fleet,
+    FleetSizes,
     Prediction,
     Simulation,
     Work,
@@ -15,7 +15,7 @@ from slipstream.extensions.what_if.simulation import (
 
 # Ten engine steps of 0.1 s, however many replies run.
 STEADY = EngineSpeed(step_s=0.1, reply_s=0.0)
-SYNCHRONOUS = Fleet(
+SYNCHRONOUS = FleetSizes(
     num_servers=1,
     max_episodes=8,
     groups_per_step=1,

@@ -19,7 +19,7 @@ from slipstream.learner.controller.leasing.groups import (
     fewest_members,
     reopened,
 )
-from slipstream.learner.controller.leasing.shares import Choice, Mixture
+from slipstream.learner.controller.leasing.shares import BatchChoice, Mixture
 from slipstream.learner.controller.records.history import RunHistory, group_number
 from slipstream.learner.controller.records.state import OpenGroup
 from slipstream.learner.controller.servers.session import ServerKey
@@ -368,11 +368,11 @@ class LeaseBook:
         complete = sum(group.is_complete for group in self.training_groups())
         return complete >= self.groups_per_step
 
-    def choose_batch(self, mixture: Mixture) -> Choice[Group] | None:
+    def choose_batch(self, mixture: Mixture) -> BatchChoice[Group] | None:
         """Returns the batch of the step, with the groups that it waits for; see `shares.choose`."""
         return shares.choose(self.training_groups(), self.step, self.groups_per_step, mixture)
 
-    def take_batch(self, choice: Choice[Group]) -> list[Group]:
+    def take_batch(self, choice: BatchChoice[Group]) -> list[Group]:
         """Takes the groups of a choice that waits for none out, and moves to the next step."""
         assert not choice.awaited
         self.step += 1

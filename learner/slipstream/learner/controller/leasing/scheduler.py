@@ -161,7 +161,7 @@ class Scheduler:
         """
         group.leased_s = time.monotonic()
         self._journal.append(
-            kinds.Lease(
+            kinds.GroupLease(
                 group=group.group_id,
                 environment=group.environment,
                 task=group.task_index,

@@ -60,7 +60,7 @@ class Mixture:
 
 
 @dataclass(frozen=True)
-class Choice(Generic[AnyGroup]):
+class BatchChoice(Generic[AnyGroup]):
     """The groups of a batch, in lease order; it waits for those that are not complete."""
 
     groups: list[AnyGroup]
@@ -106,7 +106,7 @@ class _Supply:
 
 def choose(
     groups: Sequence[AnyGroup], step: int, groups_per_step: int, mixture: Mixture
-) -> Choice[AnyGroup] | None:
+) -> BatchChoice[AnyGroup] | None:
     """Returns the batch of `step`, by shares as far as staleness allows.
 
     `groups` are all leased, untrained groups in lease order. Returns None if too few groups are
@@ -118,7 +118,7 @@ def choose(
     supplies = _supplies(groups, mixture)
     owed = {**mixture.owed}
     if len(supplies) == 1:
-        return Choice(earliest, owed)
+        return BatchChoice(earliest, owed)
     _divide(groups_per_step, supplies)
     due = {supply.name: supply.due for supply in supplies}
     places = _deal(supplies, groups_per_step)
@@ -127,7 +127,7 @@ def choose(
     _deal_passed(places, supplies, groups_per_step)
     _keep_staleness(places, groups, step, groups_per_step, due)
     batch = [groups[place] for place in sorted(places)]
-    return Choice(batch, owed)
+    return BatchChoice(batch, owed)
 
 
 def _supplies(groups: Sequence[AnyGroup], mixture: Mixture) -> list[_Supply]:

@@ -21,7 +21,7 @@ from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.bounds import one_line, shown
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.protocol.release import OURS, unknown_fact
 
 # Groups of one page; a forged id costs at most one page.
@@ -165,20 +165,20 @@ class RunHistory(RunState):
     servers: ServerEpochs = field(default_factory=ServerEpochs)
     # The trajectories that ended or are in a batch, and by how much the writer's last count of them
     # was larger.
-    settled: Amount = Amount()
-    unread: Amount = Amount()
+    settled: Tally = Tally()
+    unread: Tally = Tally()
 
     def add(self, record: Record) -> None:
         """Takes the next record; raises ProtocolError if it contradicts the records before it."""
         self.apply(record)
         self.settled = settled_by(self.settled, record)
         match record:
-            case kinds.Lease() | kinds.EvaluationLease():
+            case kinds.GroupLease() | kinds.EvaluationLease():
                 self.servers.join(ServerKey(ServerId(record.server), record.epoch))
             case kinds.End():
                 self.ended.add(TrajectoryId(record.id))
                 self._receive([(record.server, record.epoch, record.tokens)])
-            case kinds.Batch():
+            case kinds.StepBatch():
                 for group_id in record.groups:
                     self.trained_in.add(group_id, record.step)
                 self._receive(record.tokens)
@@ -197,7 +197,7 @@ class RunHistory(RunState):
                 self.servers.all_died()
                 self.run_id = record.run_id
                 self.starts += 1
-            case kinds.Queue():
+            case kinds.QueueStart():
                 self.queue_added = record.added
 
     def _receive(self, tokens: Iterable[ServerTokens], *, sign: int = 1) -> None:
@@ -206,7 +206,7 @@ class RunHistory(RunState):
 
     def _servers(self, record: kinds.Servers) -> None:
         if record.settled is not None:
-            self.unread = Amount(*record.settled).less(self.settled)
+            self.unread = Tally(*record.settled).less(self.settled)
         gaps = {(name, epoch): numbers for name, epoch, numbers in record.gaps}
         for name, epoch, generated in record.generated:
             key = ServerKey(ServerId(name), epoch)
@@ -217,7 +217,7 @@ class RunHistory(RunState):
                 self.servers.depart(key)
 
 
-def settled_by(settled: Amount, record: Record) -> Amount:
+def settled_by(settled: Tally, record: Record) -> Tally:
     """Returns the amount that has ended or is in a batch, after one more record.
 
     `settled` is this amount before the record, in trajectories and tokens.
@@ -225,12 +225,12 @@ def settled_by(settled: Amount, record: Record) -> Amount:
     match record:
         case kinds.End():
             return settled.plus(record.tokens)
-        case kinds.Batch():
+        case kinds.StepBatch():
             tokens = sum(tokens for *_, tokens in record.tokens)
-            return settled.less(Amount(-record.trajectories, -tokens))
+            return settled.less(Tally(-record.trajectories, -tokens))
         case kinds.BatchSetAside():
             tokens = sum(tokens for *_, tokens in record.put_back_tokens)
-            return settled.less(Amount(record.put_back_trajectories, tokens))
+            return settled.less(Tally(record.put_back_trajectories, tokens))
     return settled
 
 

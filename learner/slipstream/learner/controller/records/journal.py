@@ -57,7 +57,7 @@ from slipstream.learner.controller.records.history import REMEDY, settled_by
 from slipstream.learner.controller.records.kinds import Record, ServerTokens, fields_of
 from slipstream.learner.controller.records.recorded_steps import RecordedBatch, attempt_of
 from slipstream.learner.controller.records.state import RunState
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.v1 import trajectory_pb2
 
 FENCED = "a controller that was started later writes the journal of this run; this one ends"
@@ -94,7 +94,7 @@ class Journal:
         # A thread writes records while the event loop appends others.
         self._lock, self._syncing = threading.Lock(), threading.Lock()
         # The trajectories that ended or are in a batch, according to the records.
-        self.settled = Amount()
+        self.settled = Tally()
         self._pending: list[bytes] = []
         # The first failure. It is final: a later sync may succeed although records are lost.
         self._failure: RunFailed | None = None
@@ -197,7 +197,7 @@ class Journal:
             )
         return None
 
-    def write_batch(self, batch: BatchContents) -> kinds.Batch:
+    def write_batch(self, batch: BatchContents) -> kinds.StepBatch:
         """Makes the file of a batch durable; returns its record, which the caller appends.
 
         Blocks on the disk. Holds one trajectory at a time. Raises RunFailed if the disk or the
@@ -238,7 +238,7 @@ class Journal:
             except OSError as error:
                 self._failure = self._failure or self._vanished() or _unwritten(path, error)
                 raise self._failure from error
-        return kinds.Batch(
+        return kinds.StepBatch(
             step=header.step,
             batch_id=header.batch_id,
             crc32=written.crc32,

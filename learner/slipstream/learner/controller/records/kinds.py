@@ -53,13 +53,13 @@ class Start(Record, frozen=True, tag="start"):
     packages: dict[str, Any] | None = None
 
 
-class Queue(Record, frozen=True, tag="queue"):
+class QueueStart(Record, frozen=True, tag="queue"):
     """The number of entries that Redis had ever counted when the controller started."""
 
     added: int
 
 
-class Lease(Record, frozen=True, tag="lease"):
+class GroupLease(Record, frozen=True, tag="lease"):
     """A lease of a group to a server; `replaces` is the group that was abandoned for it."""
 
     group: GroupId
@@ -130,7 +130,7 @@ class Closed(Record, frozen=True, tag="closed"):
     seen: tuple[float, float] | None = None
 
 
-class Batch(Record, frozen=True, tag="batch"):
+class StepBatch(Record, frozen=True, tag="batch"):
     """The batch of a step, whose file has this CRC-32."""
 
     step: int

@@ -24,8 +24,8 @@ from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.queue.base import (
     NOTHING,
-    Amount,
     Delivery,
+    Tally,
     TrajectoryReceiver,
     opener,
 )
@@ -74,9 +74,9 @@ class TokenLedger:
         self._state = state
         self._seen = SeenIds()
         # Number of received trajectories; all trajectories that have ended or are in a batch.
-        self._num_received, self._settled = 0, Amount()
+        self._num_received, self._settled = 0, Tally()
         # The amount that the journal had at the writer's last count and lacks now.
-        self._unread = Amount()
+        self._unread = Tally()
         # True while a batch is written: the journal's count may include this batch or not.
         self._is_writing = False
         self._told: set[str] = set()
@@ -120,7 +120,7 @@ class TokenLedger:
         self._epochs.join(key).report(report)
 
     def receive(
-        self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int, sent: Amount = NOTHING
+        self, key: ServerKey, trajectory_id: TrajectoryId, tokens: int, sent: Tally = NOTHING
     ) -> bool:
         """Notes a delivered trajectory; returns False if it was delivered before, else True.
 
@@ -221,7 +221,7 @@ class TokenLedger:
             (f"{name} of {key.server_id}, epoch {key.epoch:x}", gap)
             for name, key, gap in self._epochs.gaps()
         ]
-        came = Amount(self._num_received, received)
+        came = Tally(self._num_received, received)
         gaps += [
             ("intake to batch", came.less(held_amount, self._settled)),
             ("batch to journal", self._settled.less(journaled)),
@@ -246,12 +246,12 @@ class TokenLedger:
         )
 
 
-def _amount(trajectories: Sequence[Trajectory], *, sign: int = 1) -> Amount:
+def _amount(trajectories: Sequence[Trajectory], *, sign: int = 1) -> Tally:
     tokens = sum(trajectory.num_sampled_tokens for trajectory in trajectories)
-    return Amount(sign * len(trajectories), sign * tokens)
+    return Tally(sign * len(trajectories), sign * tokens)
 
 
-def _line(place: str, gap: Amount) -> str:
+def _line(place: str, gap: Tally) -> str:
     """Describes a difference of counts: the hand-over, and what was lost or counted twice there."""
     number = abs(gap.trajectories)
     noun = "trajectory" if number == 1 else "trajectories"
@@ -268,11 +268,11 @@ class AccountedReceiver:
         self._waiting: dict[TrajectoryId, int] = {}
         # All ids that were ever acknowledged: the queue itself remembers the newest ones only.
         self._settled = SeenIds()
-        self.given = Amount()
+        self.given = Tally()
         self.waiting_bytes = 0
 
     @property
-    def untaken(self) -> Amount:
+    def untaken(self) -> Tally:
         """The amount that left the queue without reaching `get`; below 0 for duplicates."""
         return self._receiver.given.less(self.given)
 

@@ -144,7 +144,7 @@ class RunState:
     def apply(self, record: Record) -> None:
         """Applies the next record; raises ProtocolError if it contradicts the records before it."""
         match record:
-            case kinds.Lease():
+            case kinds.GroupLease():
                 self._lease(record)
             case kinds.End():
                 self._end(record)
@@ -158,7 +158,7 @@ class RunState:
                         table.failed(ended.task_index)
             case kinds.Closed():
                 self._close(record)
-            case kinds.Batch():
+            case kinds.StepBatch():
                 self._batch(record)
             case kinds.BatchSetAside():
                 self._set_batch_aside(record)
@@ -191,7 +191,7 @@ class RunState:
                 for name in record.evaluations:
                     self.environments[name].measured = record
 
-    def _lease(self, record: kinds.Lease) -> None:
+    def _lease(self, record: kinds.GroupLease) -> None:
         number = int(record.group.removeprefix("g"))
         if number < self.next_group:
             # New groups get rising numbers: this lease gives an old group to another server.
@@ -276,7 +276,7 @@ class RunState:
         self.filtered.append(FilteredGroup(group.environment, reward, solved))
         self.filtered_groups[self.next_step] += 1
 
-    def _batch(self, record: kinds.Batch) -> None:
+    def _batch(self, record: kinds.StepBatch) -> None:
         step = record.step
         if step != self.next_step:
             raise ProtocolError(

@@ -62,7 +62,7 @@ _EQUAL = "equal_rewards_fraction"
 
 
 @dataclass(frozen=True)
-class Measured:
+class EvaluationPoint:
     """An evaluation in one round, and the reward of training by then."""
 
     version: int
@@ -92,7 +92,7 @@ class LearningState:
     first_gaps: list[float] = field(default_factory=list)
     newest_gaps: list[float] = field(default_factory=list)
     # The rounds of each evaluation.
-    measured: dict[str, list[Measured]] = field(default_factory=dict)
+    measured: dict[str, list[EvaluationPoint]] = field(default_factory=dict)
 
 
 class LearningWatch:
@@ -340,7 +340,9 @@ class LearningWatch:
                 continue
             history = self._state.measured.setdefault(name, [])
             history.append(
-                Measured(version, mean, deviation / math.sqrt(count), self._newest("reward_mean"))
+                EvaluationPoint(
+                    version, mean, deviation / math.sqrt(count), self._newest("reward_mean")
+                )
             )
             if is_overfit(history):
                 best = best_before(history)
@@ -355,12 +357,12 @@ class LearningWatch:
                 )
 
 
-def best_before(history: Sequence[Measured]) -> Measured:
+def best_before(history: Sequence[EvaluationPoint]) -> EvaluationPoint:
     """Returns the best round before the last two."""
     return max(history[:-2], key=lambda measured: measured.mean)
 
 
-def is_overfit(history: Sequence[Measured]) -> bool:
+def is_overfit(history: Sequence[EvaluationPoint]) -> bool:
     """Whether the last two rounds are worse than an earlier one, and training is better."""
     if len(history) < EVALUATIONS:
         return False

@@ -145,7 +145,7 @@ class RowHistory:
         self.facts.count_row(row)
 
 
-class _Stored(msgspec.Struct, array_like=True):
+class _StoredRows(msgspec.Struct, array_like=True):
     release: str
     source: str
     # How much of metrics.jsonl the state has, and the CRC-32 of the last bytes of that.
@@ -195,7 +195,7 @@ def write_rows(folder: Path, history: RowHistory, tell: Tell) -> None:
     try:
         num_bytes = (folder / METRICS).stat().st_size
         tail = tail_crc32(folder / METRICS, num_bytes)
-        stored = _Stored(
+        stored = _StoredRows(
             RELEASE,
             _SOURCE,
             num_bytes,
@@ -210,7 +210,7 @@ def write_rows(folder: Path, history: RowHistory, tell: Tell) -> None:
         tell(f"{error.filename} cannot be written, and starts take longer: {error.strerror}")
 
 
-def _read(path: Path) -> _Stored:
+def _read(path: Path) -> _StoredRows:
     """Reads the file of this release; raises OSError, and ValueError with the cause."""
     data = read_regular(path)
     magic = data[: len(_MAGIC)]
@@ -220,7 +220,7 @@ def _read(path: Path) -> _Stored:
     if magic != _MAGIC or digest != _digest(content):
         raise ValueError("it is damaged")
     try:
-        stored = msgspec.msgpack.decode(content, type=_Stored)
+        stored = msgspec.msgpack.decode(content, type=_StoredRows)
     except msgspec.ValidationError:
         raise ValueError("another release wrote it") from None
     if (stored.release, stored.source) != (RELEASE, _SOURCE):

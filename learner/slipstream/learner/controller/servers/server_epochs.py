@@ -13,7 +13,7 @@ from typing import Self
 
 import msgspec
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.v1 import fleet_pb2
 
 # Largest number of departed epochs with a count of their own.
@@ -37,8 +37,8 @@ class EpochCount:
     # that were not sent, and trajectories that were sent before the newest received one and did
     # not arrive. A negative number means that something was counted twice.
     unrecorded: int = 0
-    unsent: Amount = Amount()
-    missing: Amount = Amount()
+    unsent: Tally = Tally()
+    missing: Tally = Tally()
     # `reported` as the journal has it.
     journaled: int = 0
     # Whether the server was lost: its undelivered tokens will probably never arrive.
@@ -52,11 +52,11 @@ class EpochCount:
         self.in_flight = report.in_flight_tokens
         self.ended = report.ended_tokens
         self.unrecorded = self.reported - self.in_flight - self.ended
-        self.unsent = Amount(report.ended_episodes, self.ended).less(
-            Amount.from_pb(report.delivering), Amount.from_pb(report.sent)
+        self.unsent = Tally(report.ended_episodes, self.ended).less(
+            Tally.from_pb(report.delivering), Tally.from_pb(report.sent)
         )
 
-    def receive(self, tokens: int, sent: Amount) -> None:
+    def receive(self, tokens: int, sent: Tally) -> None:
         """Counts a trajectory that is received for the first time.
 
         `sent` is `Delivery.sent`: the trajectories and tokens that the server has sent so far.
@@ -64,12 +64,12 @@ class EpochCount:
         self.received = self.received + tokens
         self.num_received = self.num_received + 1
         self.num_sent = max(self.num_sent, sent.trajectories)
-        missing = sent.less(Amount(self.num_received, self.received))
+        missing = sent.less(Tally(self.num_received, self.received))
         if self.is_earlier:
             # The journal has the tokens of all trajectories, and of some that were sent later.
-            self.missing = Amount(1, missing.tokens) if missing.tokens > 0 else Amount()
+            self.missing = Tally(1, missing.tokens) if missing.tokens > 0 else Tally()
         elif sent.trajectories:
-            self.missing = missing if missing.trajectories > 0 else Amount()
+            self.missing = missing if missing.trajectories > 0 else Tally()
 
     def journaled_gaps(self) -> tuple[int, int, int, int, int]:
         """Returns the losses at the hand-overs as numbers for the journal; see `take_gaps`."""
@@ -78,8 +78,8 @@ class EpochCount:
     def take_gaps(self, numbers: Sequence[int]) -> None:
         """Restores the losses that an earlier start of the controller has journaled."""
         self.unrecorded, *unsent_and_missing = numbers
-        self.unsent = Amount(*unsent_and_missing[:2])
-        self.missing = Amount(*unsent_and_missing[2:])
+        self.unsent = Tally(*unsent_and_missing[:2])
+        self.missing = Tally(*unsent_and_missing[2:])
 
     @property
     def gap_tokens(self) -> int:
@@ -92,7 +92,7 @@ class EpochCount:
         return max(self.reported, seen) if self.dead else self.reported
 
 
-class _Stored(msgspec.Struct, array_like=True):
+class _StoredEpochs(msgspec.Struct, array_like=True):
     connected: list[tuple[ServerKey, EpochCount]]
     departed: list[tuple[ServerKey, EpochCount]]
     names: list[tuple[int, ServerKey]]
@@ -130,7 +130,7 @@ class ServerEpochs:
     @classmethod
     def restored(cls, stored: object) -> Self:
         """Returns the counts whose content `stored` returned."""
-        content = msgspec.convert(stored, _Stored)
+        content = msgspec.convert(stored, _StoredEpochs)
         epochs = cls()
         epochs.connected.update(content.connected)
         epochs._departed.update(content.departed)
@@ -182,11 +182,11 @@ class ServerEpochs:
         self,
         key: ServerKey,
         tokens: int,
-        sent: Amount,
+        sent: Tally,
     ) -> None:
         """Counts a trajectory of a server; see `EpochCount.receive`."""
         count = self.count(key)
-        count.receive(tokens, Amount() if count is self._folded else sent)
+        count.receive(tokens, Tally() if count is self._folded else sent)
 
     def count(self, key: ServerKey) -> EpochCount:
         """Returns a server's count of tokens; for an old epoch, the sum over all old epochs."""
@@ -198,14 +198,14 @@ class ServerEpochs:
         yield from self._departed.values()
         yield self._folded
 
-    def gaps(self) -> Iterator[tuple[str, ServerKey, Amount]]:
+    def gaps(self) -> Iterator[tuple[str, ServerKey, Tally]]:
         """Yields (hand-over, server, difference) for each hand-over whose two counts differ.
 
         The difference is the sender's count less the receiver's.
         """
         for key, count in (*self.connected.items(), *self._departed.items()):
             differences = {
-                "engine to record": Amount(0, count.unrecorded),
+                "engine to record": Tally(0, count.unrecorded),
                 "record to queue": count.unsent,
                 "queue to intake": count.missing,
             }

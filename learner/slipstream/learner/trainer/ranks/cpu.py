@@ -134,7 +134,7 @@ def shared_gloo_devices() -> Iterator[None]:
     gloo: Any = dist.ProcessGroupGloo
     shared: Any = distributed_c10d._get_default_group()._get_backend(_CPU).options
 
-    class Sharing(gloo):  # type: ignore[misc]
+    class SharedGloo(gloo):  # type: ignore[misc]
         def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
             options = gloo._Options()
             options._devices = shared._devices
@@ -142,7 +142,7 @@ def shared_gloo_devices() -> Iterator[None]:
             options._timeout = timeout
             super().__init__(store, rank, size, options)
 
-    substitute(distributed_c10d, {"ProcessGroupGloo": Sharing})
+    substitute(distributed_c10d, {"ProcessGroupGloo": SharedGloo})
     try:
         yield
     finally:

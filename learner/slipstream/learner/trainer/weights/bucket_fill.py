@@ -22,7 +22,7 @@ from slipstream.learner.trainer.weights.export_plan import (
     plan_adapters,
     plan_matrices,
 )
-from slipstream.protocol.weights.buckets import Bucket, Span, TensorSpec
+from slipstream.protocol.weights.buckets import Bucket, TensorSpan, TensorSpec
 from torch import Tensor
 
 # Size from which a block is copied separately: it takes longer than starting the next copy.
@@ -146,10 +146,10 @@ class _Gather:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         # Pieces and spans, with their places among the packed elements.
-        self._pieces: list[tuple[Piece, Span, int]] = []
+        self._pieces: list[tuple[Piece, TensorSpan, int]] = []
         self.num_elements, self.num_others = 0, dist.get_world_size(group) - 1
 
-    def add(self, piece: Piece, span: Span) -> None:
+    def add(self, piece: Piece, span: TensorSpan) -> None:
         self._pieces.append((piece, span, self.num_elements))
         self.num_elements += piece.part.numel()
 
@@ -201,7 +201,7 @@ class _Gather:
 
 def _placed(
     piece: Piece,
-    span: Span,
+    span: TensorSpan,
     lane: Tensor,
     part: Tensor,
     number: int = 0,
@@ -361,7 +361,7 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _place_of(span: Span, lane: Tensor) -> Tensor:
+def _place_of(span: TensorSpan, lane: Tensor) -> Tensor:
     tensor = span.tensor
     data = lane[span.offset_bytes : span.offset_bytes + tensor.num_bytes]
     return data.view(getattr(torch, tensor.dtype)).view(tensor.shape)

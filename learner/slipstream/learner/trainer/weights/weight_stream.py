@@ -28,7 +28,7 @@ from slipstream.learner.trainer.weights.export_plan import UnknownMapping
 from slipstream.protocol.weights.buckets import (
     ALIGNMENT_BYTES,
     Bucket,
-    Span,
+    TensorSpan,
     TensorSpec,
     plan_buckets,
 )
@@ -222,7 +222,7 @@ def bridge_digests(policy: Policy, kind: ExportedPart) -> dict[str, bytes]:
     for name, tensor in exported(policy, kind):
         kind_of_element = str(tensor.dtype).removeprefix("torch.")
         spec = TensorSpec(name, kind_of_element, tuple(tensor.shape))
-        bucket = Bucket((Span(spec, 0),), spec.num_bytes)
+        bucket = Bucket((TensorSpan(spec, 0),), spec.num_bytes)
         digests = open_digests((bucket,), tensor.device.index if tensor.is_cuda else None)
         handle = torch.cuda.current_stream().cuda_stream if tensor.is_cuda else 0
         # A view into a parameter may begin anywhere.

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.core.staleness import choose_batch
-from slipstream.learner.controller.leasing.shares import Choice, Mixture, choose
+from slipstream.learner.controller.leasing.shares import BatchChoice, Mixture, choose
 from support.references.plain_shares import MixedGroup, Moment, share_faults
 
 WORKS = "works"
@@ -33,7 +33,7 @@ def groups_of(*texts: str, deadline: int = 99) -> list[MixedGroup]:
 
 def chosen(
     groups: Sequence[MixedGroup], groups_per_step: int, step: int = 0, **facts: Any
-) -> Choice[Any] | None:
+) -> BatchChoice[Any] | None:
     names = {group.environment for group in groups}
     plain_facts = {
         "weights": dict.fromkeys(names, 1.0),
@@ -43,7 +43,7 @@ def chosen(
     return choose(groups, step, groups_per_step, mixture)
 
 
-def seats(choice: Choice[Any] | None) -> dict[str, int]:
+def seats(choice: BatchChoice[Any] | None) -> dict[str, int]:
     assert choice is not None
     names = [group.environment for group in choice.groups]
     return dict(Counter(names))

@@ -11,7 +11,7 @@ from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.records.state import RunState
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD
 from support.fakes.slow_disk import SlowDisk, several_turns
@@ -27,7 +27,7 @@ def report(generated: int, in_flight: int, ended: int) -> fleet_pb2.ServerReport
         in_flight_tokens=in_flight,
         ended_tokens=ended,
         ended_episodes=1,
-        sent=Amount(1, ended).to_pb(),
+        sent=Tally(1, ended).to_pb(),
     )
 
 

@@ -17,8 +17,8 @@ from slipstream.learner.controller.records.task_table import TaskTable
 NUM_TASKS = 5
 
 
-def lease(number: int, task: int) -> kinds.Lease:
-    return kinds.Lease(
+def lease(number: int, task: int) -> kinds.GroupLease:
+    return kinds.GroupLease(
         group=GroupId(f"g{number:06d}"),
         environment="e",
         number=number,

@@ -9,8 +9,8 @@ import pytest
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.reporting.learning import (
     PAGE,
+    EvaluationPoint,
     LearningWatch,
-    Measured,
     is_overfit,
 )
 from support.fakes.small_configs import config_with
@@ -243,14 +243,14 @@ def test_a_run_that_has_solved_its_tasks_is_told_so_without_a_warning() -> None:
 
 
 def test_two_rounds_below_the_best_are_needed_and_more_than_chance() -> None:
-    best = Measured(10, 0.6, 0.02, 0.5)
-    chance = Measured(20, 0.55, 0.02, 0.6)
-    worse = Measured(30, 0.4, 0.02, 0.7)
+    best = EvaluationPoint(10, 0.6, 0.02, 0.5)
+    chance = EvaluationPoint(20, 0.55, 0.02, 0.6)
+    worse = EvaluationPoint(30, 0.4, 0.02, 0.7)
     assert is_overfit([best, worse, worse])
     assert not is_overfit([best, worse])
     assert not is_overfit([best, chance, worse])
     # The reward of training fell, too.
-    unlucky = Measured(30, 0.4, 0.02, 0.4)
+    unlucky = EvaluationPoint(30, 0.4, 0.02, 0.4)
     assert not is_overfit([best, worse, unlucky])
 
 

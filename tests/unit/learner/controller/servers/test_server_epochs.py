@@ -8,7 +8,7 @@ from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.ledger import TokenLedger
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.protocol.queue.base import Amount
+from slipstream.protocol.queue.base import Tally
 from slipstream.v1 import fleet_pb2
 from support.rigs.lease_rig import ledger_of, note_end
 
@@ -104,7 +104,7 @@ def records_of(
         report.in_flight_tokens = draw.randrange(9)
         report.generated_tokens = ended + report.in_flight_tokens
         report.ended_episodes = 1
-        report.sent.MergeFrom(Amount(1, ended).to_pb())
+        report.sent.MergeFrom(Tally(1, ended).to_pb())
         ledger.report(key, report)
         late = key_of(max(1, epoch - draw.choice((0, 0, 1, 1500))))
         late = key_of(late.epoch, f"s{late.epoch % 30}")
@@ -129,9 +129,9 @@ def test_a_gap_of_a_server_stays_open_after_a_resume(is_lost: bool) -> None:
     ledger = ledger_of(epochs, records=records)
     # The engine made 12 tokens; a record has 10, of which the queue was given 4.
     report = fleet_pb2.ServerReport(generated_tokens=12, ended_tokens=10, ended_episodes=2)
-    report.sent.MergeFrom(Amount(1, 4).to_pb())
+    report.sent.MergeFrom(Tally(1, 4).to_pb())
     ledger.report(key, report)
-    assert ledger.receive(key, TrajectoryId("g000001.0.0.1"), 4, Amount(2, 7))
+    assert ledger.receive(key, TrajectoryId("g000001.0.0.1"), 4, Tally(2, 7))
     note_end(ledger, TrajectoryEnd.FAILED, 4)
     server = {"server": key.server_id, "epoch": key.epoch}
     records.append({"kind": "evaluation_lease", **server})
@@ -172,7 +172,7 @@ def test_a_resume_counts_what_the_controller_counted(marked: bool):
 def test_gaps_of_any_number_of_epochs_fit_the_fields_of_a_message():
     epochs = ServerEpochs(max_apart=10)
     ledger = ledger_of(epochs)
-    amount = Amount(10**15, 10**15)
+    amount = Tally(10**15, 10**15)
     for epoch in range(1, 20_001):
         key = key_of(epoch)
         epochs.join(key)

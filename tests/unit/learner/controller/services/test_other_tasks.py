@@ -58,7 +58,7 @@ class Scene:
         return [event.text for event in self.run.events.kept() if "environment e" in event.text]
 
 
-LEASE = kinds.Lease("g0", "e", number=3, task=2, seed=7, deadline=1, server="s", epoch=1)
+LEASE = kinds.GroupLease("g0", "e", number=3, task=2, seed=7, deadline=1, server="s", epoch=1)
 
 
 def tasks(digest: str) -> kinds.Tasks:

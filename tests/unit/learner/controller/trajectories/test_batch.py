@@ -25,7 +25,7 @@ from slipstream.core.types import (
 )
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.leasing.shares import Choice, Mixture
+from slipstream.learner.controller.leasing.shares import BatchChoice, Mixture
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
@@ -54,6 +54,7 @@ from support.fakes.fake_controller import make_batch
 from support.fakes.fake_trajectories import GOOD, plain_group
 from support.fakes.journal_records import batch_record, lease_record
 from support.fakes.small_configs import config_of
+from support.references.documented_metrics import tables
 from support.rigs.batch_messages import in_one_message
 from support.rigs.lease_rig import book_of, books_of, take_batch
 from support.rigs.publishing_scene import run_of
@@ -376,7 +377,7 @@ class SlowJournal(Journal):
         super().__init__(folder)
         self.disk = threading.Event()
 
-    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> kinds.Batch:
+    def write_batch(self, batch: trainer_pb2.RecordedBatch) -> kinds.StepBatch:
         assert self.disk.wait(LIMIT_S)
         return super().write_batch(batch)
 
@@ -384,8 +385,8 @@ class SlowJournal(Journal):
 class EmptyBatches(LeaseBook):
     """A lease book whose every batch is complete, with no group."""
 
-    def choose_batch(self, mixture: Mixture) -> Choice[Group]:
-        return Choice([], {})
+    def choose_batch(self, mixture: Mixture) -> BatchChoice[Group]:
+        return BatchChoice([], {})
 
 
 async def test_a_batch_that_is_being_written_is_not_missing(tmp_path: Path) -> None:
@@ -537,6 +538,12 @@ def test_rewards_lags_lengths_turns_and_times_of_a_batch():
         "generation_s_mean": 2.0,
         "environment_s_mean": 0.25,
     }
+
+
+def test_every_statistic_of_a_batch_has_a_row_of_the_page() -> None:
+    documented = set(itertools.chain.from_iterable(tables("A step in metrics.jsonl")))
+    statistics = batch_statistics(batch_of(0, trajectory(1.0, 1, 2)))
+    assert statistics.keys() <= documented
 
 
 def test_branches_are_counted_and_an_episode_without_any_is_one():
