@@ -1,4 +1,4 @@
-"""Writes the table of families in docs/guides/models.md from their records.
+"""Writes the tables of families and of Tinker's models in docs/guides/models.md.
 
 Run `python docs/generate_models.py` in the repository root; a test compares both.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import tinker_line_up
 from slipstream.core.models.families import FAMILIES, SLIDING, Family
 
 PAGE = Path(__file__).parent / "guides" / "models.md"
@@ -32,6 +33,8 @@ TITLES = {
 }
 BEGIN = "<!-- families -->\n"
 END = "<!-- end of families -->"
+BEGIN_LINE_UP = "<!-- line-up -->\n"
+END_LINE_UP = "<!-- end of line-up -->"
 
 
 def parts(family: Family) -> Iterator[str]:
@@ -53,6 +56,8 @@ def parts(family: Family) -> Iterator[str]:
         yield "experts"
     if family.vision is not None:
         yield "images"
+    if family.decoder_folder:
+        yield "text alone"
 
 
 def table() -> str:
@@ -69,10 +74,16 @@ def table() -> str:
 
 
 def page(text: str) -> str:
-    """Returns the page with the table of now."""
-    before, rest = text.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}{table()}{END}{after}"
+    """Returns the page with the tables of now."""
+    line_up = "\n".join(tinker_line_up.lines()) + "\n"
+    text = _replaced(text, BEGIN, END, table())
+    return _replaced(text, BEGIN_LINE_UP, END_LINE_UP, line_up)
+
+
+def _replaced(text: str, begin: str, end: str, content: str) -> str:
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}{content}{end}{after}"
 
 
 if __name__ == "__main__":

@@ -73,6 +73,8 @@ class Family:
     engine: dict[str, Any] = field(default_factory=dict)
     # Fields of the vision tower; {} without one.
     tower: dict[str, Any] = field(default_factory=dict)
+    # Fields of a tower that is not trained, beside the text model; {} without one.
+    idle_tower: dict[str, Any] = field(default_factory=dict)
     # What config.json says in place of the names of the class of transformers.
     names: dict[str, Any] = field(default_factory=dict)
 
@@ -107,7 +109,7 @@ class Family:
 
     @property
     def architecture(self) -> str:
-        task = "ConditionalGeneration" if self.tower else "CausalLM"
+        task = "ConditionalGeneration" if self.tower or self.idle_tower else "CausalLM"
         return f"{self.name.removesuffix('Text')}For{task}"
 
     def config(self, *, tiny: bool) -> Any:  # noqa: ANN401 - transformers' configuration
@@ -123,6 +125,13 @@ class Family:
                 "vision_config": tower | {"out_hidden_size": settings["hidden_size"]},
                 "tie_word_embeddings": False,
                 **{f"{name}_token_id": number for name, number in ids},
+            }
+        if self.idle_tower:
+            settings = {
+                "text_config": settings,
+                "vision_config": self.idle_tower,
+                "projection_hidden_size": self.idle_tower["hidden_size"],
+                "tie_word_embeddings": False,
             }
         return getattr(transformers, f"{self.name}Config")(**settings)
 
@@ -266,6 +275,21 @@ FAMILIES = {
         layers=2,
         names={"model_type": "kimi_k2"},
     ),
+    "kimi-k2.5": Family(
+        "Kimi_K25",
+        _latent(7168, 18432, 64, 1536)
+        | _routed(32, 8, 2048, 1)
+        | _groups(1, 1, "noaux_tc", "sigmoid", 2.827)
+        | {"rope_parameters": LATENT_YARN, "model_type": "deepseek_v3"},
+        layers=2,
+        idle_tower={
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        },
+        names={"architectures": ["KimiK25ForConditionalGeneration"]},
+    ),
     "glm-4.7-flash": Family(
         "Glm4MoeLite",
         _latent(2048, 10240, 20, 768)
@@ -370,6 +394,8 @@ def make_family(
     # Published files of Qwen3.5 have the experts of a layer in one tensor, as transformers does.
     is_joined = name == "qwen3.5-moe"
     model.save_pretrained(folder, max_shard_size="4GB", save_original_format=not is_joined)
+    if family.idle_tower:
+        _name_layers(folder)
     if family.names:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | family.names, indent=2))
@@ -400,7 +426,26 @@ def _random_model(family: Family, *, tiny: bool) -> Any:  # noqa: ANN401 - trans
     kinds = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
     config = family.config(tiny=tiny)
     config.dtype = torch.bfloat16
-    return kinds[bool(family.tower)].from_config(config, dtype=torch.bfloat16)
+    return kinds[bool(family.tower or family.idle_tower)].from_config(config, dtype=torch.bfloat16)
+
+
+def _name_layers(folder: Path) -> None:
+    """Gives the tensors their published names: transformers 5.19 saves a Kimi K2.5 with others."""
+    from safetensors.torch import load_file, save_file
+
+    index = folder / "model.safetensors.index.json"
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        save_file({_published(name): tensors[name] for name in tensors}, path, {"format": "pt"})
+    if index.is_file():
+        table = json.loads(index.read_text())
+        files = table["weight_map"]
+        table["weight_map"] = {_published(name): file for name, file in files.items()}
+        index.write_text(json.dumps(table))
+
+
+def _published(name: str) -> str:
+    return name.replace("model.blocks.", "model.layers.").removeprefix("model.")
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """Every field of config.json that changes the function is computed with as transformers does."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from slipstream.core.models.model_fields import field_problems, unknown_fields
+from slipstream.core.models.model_sizes import read_model_table
 from support.fakes import field_models
 from support.ranks import field_ranks
 from support.ranks.field_ranks import probe
@@ -99,6 +99,6 @@ def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> 
 
 @pytest.mark.parametrize("case", field_models.CASES)
 def test_what_transformers_writes_is_neither_unknown_nor_refused(case: str, folder: Path) -> None:
-    values = json.loads((folder / case / "config.json").read_text())
+    values = read_model_table(folder / case)
     assert unknown_fields(values) == []
     assert list(field_problems(values)) == []

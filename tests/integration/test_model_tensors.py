@@ -50,7 +50,10 @@ def test_a_config_that_does_not_say_whether_embeddings_are_tied_means_the_defaul
 
     # transformers has no class of that name.
     settings = {"MiMoForCausalLM": MiMoConfig}
-    for name in families.FAMILIES:
+    for name, family in families.FAMILIES.items():
+        if family.decoder_folder:
+            # Its config.json must say so.
+            continue
         kind = settings.get(name) or getattr(transformers, name).config_class
         default = kind().tie_word_embeddings
         assert has_tied_output({"architectures": [name]}) == default, name

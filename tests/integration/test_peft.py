@@ -17,6 +17,7 @@ from slipstream.core.settings.role_sections import FUSED, matrices_named
 from slipstream.learner.trainer.weights.export import write_adapter
 from slipstream.learner.trainer.weights.export_plan import peft_name
 from support.fakes.parity_models import make_models
+from support.references.plain_policy import plain_model
 
 peft: Any = pytest.importorskip("peft", reason="PEFT is not installed here: make test-peft has it")
 
@@ -35,9 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = plain_model(folder)
     if adapters is not None:
         model = peft.PeftModel.from_pretrained(model, adapters)
     with torch.no_grad():
@@ -50,6 +49,7 @@ def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
     [
         "llama",
         "deepseek",
+        "kimi25",
         "glm",
         "glm-lite",
         "minimax",
@@ -65,7 +65,9 @@ def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_
     adapters = {}
     draw = torch.Generator().manual_seed(1)
     for key, weight in list(merged.items()):
-        if weight.ndim == 2 and key.split(".")[-2] in ADAPTED:
+        # PEFT does not find the experts of a Kimi K2.5, so their adapters are refused.
+        is_left_out = name == "kimi25" and ".self_attn." not in key
+        if weight.ndim == 2 and key.split(".")[-2] in ADAPTED and not is_left_out:
             a = torch.randn(RANK, weight.shape[1], generator=draw) / 10
             b = torch.randn(weight.shape[0], RANK, generator=draw) / 10
             adapters[peft_name(key, "lora_A", has_vision=False)] = a

@@ -22,6 +22,7 @@ import generate_migration
 import generate_models
 import pytest
 import slipstream.environments.sandbox
+import tinker_line_up
 from slipstream.client import Environment, Reply, ResetResult, StepResult, ToolCall
 from slipstream.client.cli import _parser, parse
 from slipstream.client.environment import TaskSource
@@ -29,7 +30,11 @@ from slipstream.client.environment_loader import load_environment
 from slipstream.core.configuration.config_file import load_config, parse_config
 from slipstream.core.configuration.foreign_names import COMMON, foreign_names
 from slipstream.core.machine.other_python import NEEDS
+from slipstream.core.models.families import FAMILIES
+from slipstream.core.models.model_rules import adapter_problems
+from slipstream.core.models.model_sizes import ModelSizes
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.role_sections import LoraSection
 from slipstream.environments.command import Command
 from slipstream.environments.demonstrations import Demonstrations
 from slipstream.environments.frameworks.verifiers import Verifiers
@@ -143,6 +148,36 @@ def test_the_configuration_page_is_what_the_models_say():
 def test_the_page_of_models_is_what_their_records_say():
     text = (ROOT / "docs" / "guides" / "models.md").read_text()
     assert generate_models.page(text) == text
+
+
+def test_every_model_of_tinkers_line_up_has_a_known_class_or_a_cause():
+    entries = tinker_line_up.LINE_UP
+    names = [name for entry in entries for name in entry.names]
+    assert len(names) == len(set(names)) == 46
+    for entry in entries:
+        assert bool(entry.architecture) != bool(entry.cause), entry.names
+        assert not entry.architecture or entry.architecture in FAMILIES, entry.names
+
+
+@pytest.mark.parametrize("name", [entry.architecture for entry in tinker_line_up.LINE_UP])
+def test_the_line_up_says_of_adapters_what_the_rules_allow(name):
+    if not name:
+        return
+    family = FAMILIES[name]
+    said = tinker_line_up.adapters(family)
+    table = {"architectures": [name], "n_routed_experts": 4 * (family.experts is not None)}
+    table["kv_lora_rank"] = 8 * ("kv_lora_rank" in family.read)
+    sizes = ModelSizes.of(table)
+    attention = ("linear_qkv", "linear_proj")
+
+    def allows(**section):
+        return not list(adapter_problems(LoraSection(rank=8, **section), sizes, tp=1))
+
+    assert allows(target_modules=attention)
+    assert allows() == ("all but experts" not in said)
+    assert allows(target_modules=attention, publish="adapters") == (", merged" not in said)
+    has_experts_apart = allows(publish="adapters")
+    assert has_experts_apart == (said == "all")
 
 
 def test_the_page_of_tinkers_contract_is_what_the_server_reads():

@@ -9,6 +9,7 @@ import torch
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 
 from support.fakes.parity_models import OTHER_KINDS, enlarge, random_model, write_as_other_kind
+from support.fakes.published_kimi import write_as_published
 
 VOCAB = 64
 SIZES = {
@@ -183,6 +184,12 @@ FAMILIES = {
         | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
         SIGMOID_CHOICES | {"rms_norm_eps": 0.02},
     ),
+    "kimi25": Family(
+        "Kimi_K25",
+        LATENT
+        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+        SIGMOID_CHOICES | {"rms_norm_eps": 0.02},
+    ),
     "mimo": Family("Qwen2"),
     "minimax": Family(
         "MiniMaxM2",
@@ -228,6 +235,7 @@ CASES = [
     "deepseek.latent",
     "gpt-oss.gpt-oss",
     "kimi.latent",
+    "kimi25.latent",
     "mimo.default",
     "glm-lite.untied",
     "minimax.glm",
@@ -249,6 +257,8 @@ def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object)
     model = random_model(record.kind, SIZES | record.values | sizes | positions)
     enlarge(model, family)
     model.save_pretrained(folder / case)
+    if family == "kimi25":
+        write_as_published(folder / case)
     if family in OTHER_KINDS:
         write_as_other_kind(folder / case, family)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from support.fakes.published_kimi import random_kimi, write_as_published
+
 VOCAB = 64
 NUM_LAYERS = 4
 NUM_EXPERTS = 4
@@ -22,6 +24,9 @@ OTHER_KINDS = {
 def random_model(kind: str, values: dict[str, Any]) -> Any:
     """A model of the class of transformers that `kind` begins, with its next random weights."""
     import transformers
+
+    if kind == "Kimi_K25":
+        return random_kimi(values)
 
     config = getattr(transformers, f"{kind}Config")(**copy.deepcopy(values))
     return getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")(config)
@@ -182,6 +187,7 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         ),
         "olmo2": ("Olmo2", {**sizes, **rope}),
         "kimi": ("DeepseekV3", one_group | {"rope_parameters": latent_yarn}),
+        "kimi25": ("Kimi_K25", one_group | {"rope_parameters": latent_yarn}),
         "mimo": ("Qwen2", {**sizes, **rope}),
         "glm-lite": ("Glm4MoeLite", one_group | rope),
         "minimax": (
@@ -200,6 +206,7 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         torch.manual_seed(2)
         enlarge(model, name)
         model.save_pretrained(folder / name)
+    write_as_published(folder / "kimi25")
     for name in OTHER_KINDS:
         write_as_other_kind(folder / name, name)
 

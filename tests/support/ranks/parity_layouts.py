@@ -277,7 +277,8 @@ LONG = """
     one-qwen3 one-qwen2 one-llama3 one-moe-softmax one-mistral
     one-ministral3 one-gemma3 one-glm one-deepseek
     one-moonlight one-qwen3-next one-qwen35
-    one-kimi one-mimo one-glm-lite one-minimax 
+    one-kimi one-kimi25 tp2-sp-kimi25 cp2-kimi25 ep2-kimi25 one-replay-kimi25
+    one-mimo one-glm-lite one-minimax
     one-smollm3 one-fused-qwen3 one-fused-trees-shared one-fused-gemma3
     cp2-fused-qwen3 tp2-sp-recompute-fused-qwen3 pp2-vpp2-fused one-mini-batches-fused-qwen3
     dp2-tiny-buckets-mini-batches-fused-qwen3
@@ -322,7 +323,8 @@ SLOW = """
     ep2-glm tp2-sp-deepseek tp2-sp-ep2-etp1-moonlight
     tp2-sp-qwen3-next tp2-sp-recompute-qwen35
     tp2-sp-ep2-etp1-qwen35-moe pp2-vpp2-replay-glm tp2-sp-recompute-replay-deepseek
-    tp2-sp-kimi tp2-sp-ep2-etp1-glm-lite ep2-minimax pp2-vpp2-cp2-minimax pp2-vpp2-cp2-smollm3
+    tp2-sp-kimi pp2-vpp2-kimi25 tp2-sp-ep2-etp1-replay-kimi25
+    tp2-sp-ep2-etp1-glm-lite ep2-minimax pp2-vpp2-cp2-minimax pp2-vpp2-cp2-smollm3
     tp2-sp-etp1-gpt-oss cp2-gpt-oss tp2-sp-gemma3
     tp2-sp-recompute-gemma3
     pp2-cp2-ministral3 pp2-vpp2-cp2-glm pp2-cp2-ep2-deepseek

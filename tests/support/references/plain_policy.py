@@ -31,6 +31,11 @@ from support.references.plain_muon import PlainMuon
 
 # A logit so low that its token has no chance, and its share of the entropy is a number.
 NO_CHANCE = -1e30
+# Classes of config.json that have another name in transformers.
+OTHER_NAMES = {
+    "MiMoForCausalLM": "Qwen2ForCausalLM",
+    "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
+}
 
 
 class ForcedExperts:
@@ -80,10 +85,11 @@ def plain_model(path: Path, dtype: torch.dtype = torch.float32, **changes: objec
 
     (name,) = json.loads((path / "config.json").read_text())["architectures"]
     # transformers has their class, but does not know the `model_type` of Kimi K2 and MiMo.
-    kind = getattr(transformers, {"MiMoForCausalLM": "Qwen2ForCausalLM"}.get(name, name))
+    kind = getattr(transformers, OTHER_NAMES.get(name, name))
     config = kind.config_class.from_pretrained(path)
-    for field, value in {"model_type": kind.config_class.model_type, **changes}.items():
-        setattr(config, field, value)
+    config.model_type = kind.config_class.model_type
+    for field, value in changes.items():
+        setattr(config.get_text_config(), field, value)
     options = {"dtype": dtype, "attn_implementation": "eager"}
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"

@@ -78,7 +78,7 @@ def test_a_family_that_fails_leaves_the_reason_and_its_logs(tmp_path, monkeypatc
 def test_every_family_has_a_shape_that_is_trained(name, *, tiny, tmp_path, monkeypatch):
     family = FAMILIES[name]
     model = family.config(tiny=tiny)
-    model.architectures = [family.architecture]
+    model.architectures = family.names.get("architectures", [family.architecture])
     model.save_pretrained(tmp_path / "model")
     command = ["logprob_gap.py", "--device", "cuda", "--replies", "--model", str(tmp_path)]
     command += ["--images"] if family.tower else []

@@ -59,6 +59,8 @@ class Experts:
     is_fused: bool = False
     # Whether the weights of a token's experts add up to 1 if config.json does not say so.
     is_normalized: bool = False
+    # Whether PEFT finds adapters of single experts in transformers' model.
+    is_found_by_peft: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +118,9 @@ class Family:
     is_delta: bool = False
     experts: Experts | None = None
     vision: VisionFacts | None = None
+    # Folder of the decoder's tensors in files that hold towers too, which are never loaded and are
+    # exported as they are; "" if all tensors of the files are trained.
+    decoder_folder: str = ""
 
     engine: EngineFacts = EngineFacts()
     # Whether the learner has the engine's kernels for all of its layers.
@@ -163,6 +168,13 @@ _READ = (
     "qk_head_dim",
     "v_head_dim",
 )
+_DEEPSEEK: Mapping[str, Values] = {
+    **_SIGMOID,
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    # transformers norms latent vectors with 1e-6, vLLM with the value in config.json.
+    "rms_norm_eps": (None, 1e-6, 1e-5),
+}
 _GELU: Values = (None, "gelu_pytorch_tanh")
 # Windows are in all layers or in none.
 _VALUES = {**DENSE, "layer_types": NONE, "use_sliding_window": NONE}
@@ -294,18 +306,29 @@ _RECORDS = (
     Family(
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
-        values={
-            **_SIGMOID,
-            "scoring_func": ("sigmoid",),
-            "topk_method": ("noaux_tc",),
-            # transformers norms latent vectors with 1e-6, vLLM with the value in config.json.
-            "rms_norm_eps": (None, 1e-6, 1e-5),
-        },
+        values=_DEEPSEEK,
         read=_READ,
         written=("scoring_func", "topk_method"),
         problems=_score_problems,
         rope=Rope(problems=_rope_problems),
         experts=Experts(),
+    ),
+    Family(
+        architecture="KimiK25ForConditionalGeneration",
+        model_type="kimi_k25",
+        values={
+            **_DEEPSEEK,
+            # transformers ties embeddings if the outer table of config.json does not say so.
+            "tie_word_embeddings": (False,),
+            "num_nextn_predict_layers": ZERO,
+        },
+        read=tuple(name for name in _READ if name != "num_nextn_predict_layers"),
+        written=("scoring_func", "topk_method"),
+        problems=_score_problems,
+        rope=Rope(problems=_rope_problems),
+        experts=Experts(is_found_by_peft=False),
+        decoder_folder="language_model.",
+        engine=EngineFacts(module="text_models"),
     ),
     Family(
         architecture="Glm4MoeForCausalLM",

@@ -146,6 +146,12 @@ HARMLESS = frozenset(
         "spatial_merge_size",
         "projector_hidden_act",
         "vision_feature_layer",
+        "projection_hidden_size",
+        "projection_layer_norm_eps",
+        "media_placeholder_token_id",
+        "video_placeholder",
+        "use_unified_vision_chunk",
+        "ignore_index",
     }
 )
 # Fields that must be left out: only some families compute with them.

@@ -204,6 +204,12 @@ def is_further(name: str, *, layers: int) -> bool:
     return is_apart or (place is not None and int(place[1]) >= layers)
 
 
+def is_untrained(name: str, sizes: ModelSizes) -> bool:
+    """Whether a tensor is left as it is: of a layer for further tokens, or of an idle tower."""
+    is_in_decoder = name.startswith(sizes.family.decoder_folder)
+    return not is_in_decoder or is_further(name, layers=sizes.layers)
+
+
 def loaded_tensors(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields name and shape of each tensor of `config.model.path` that a run loads."""
     tensors = held_tensors(config.model.path)
@@ -211,7 +217,7 @@ def loaded_tensors(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
         return
     sizes = read_model_sizes(config.model.path)
     for name, (_, shape) in tensors.items():
-        if not is_further(name, layers=sizes.layers):
+        if not is_untrained(name, sizes):
             yield name, shape
 
 
@@ -238,11 +244,9 @@ def tensor_problems(
     place = paths[0] if len(paths) == 1 else folder
     place = folder / INDEX if (folder / INDEX).is_file() else place
     tower = {name: tensors[name] for name in tensors if name.startswith(TOWER_FOLDERS)}
-    # Blocks that predict further tokens are not loaded.
+    # Blocks that predict further tokens, and towers of which none is trained, are not loaded.
     decoder = {
-        name: tensors[name]
-        for name in tensors
-        if not (name in tower or is_further(name, layers=sizes.layers))
+        name: tensors[name] for name in tensors if not (name in tower or is_untrained(name, sizes))
     }
     every = f"{setting} must hold every tensor of a {sizes.architecture}: {place} has no "
     matrices = {"embeddings": _EMBEDDINGS}
@@ -258,7 +262,8 @@ def tensor_problems(
                 f"{name} of shape {list(shape)}, not {[sizes.vocab, sizes.hidden]}"
             )
     stacks = _stacks(decoder)
-    if sizes.layers and not stacks:
+    # transformers 5.19 names the layers of a Kimi K2.5 so that no program finds them again.
+    if sizes.layers and not any(stack.endswith("layers") for stack in stacks):
         yield f"{every}layer 0"
     for stack, blocks in stacks.items():
         if missing := set(range(sizes.layers)) - blocks.keys():
@@ -268,7 +273,8 @@ def tensor_problems(
         yield from _tower_problems(tower, values, setting, every)
     if has_output and sizes.has_tied_output:
         yield from _output_problems(decoder, setting)
-    if tower and family_of(values).vision is None:
+    family = family_of(values)
+    if tower and family.vision is None and not family.decoder_folder:
         name = next(iter(tower))
         yield (
             f"{setting} must hold no vision tower for a {sizes.architecture}, which sees no "

@@ -110,11 +110,18 @@ def adapter_problems(lora: LoraSection, sizes: ModelSizes, tp: int) -> Iterator[
     if lora.adapters:
         rule = "lora.adapters must be empty"
         value = adapter_names
-    if experts is not None and experts.is_fused and lora.has_mlp:
+    cause = ""
+    if experts is not None and experts.is_fused:
+        cause = (
+            "model whose files hold one tensor for all experts of a layer: adapters of single "
+            "experts have no names there"
+        )
+    elif experts is not None and not experts.is_found_by_peft:
+        cause = f"{sizes.architecture}: PEFT does not find its experts by their names in files"
+    if cause and lora.has_mlp:
         yield (
-            f"lora.target_modules must leave {' and '.join(MLP)} out for a model whose files "
-            "hold one tensor for all experts of a layer: adapters of single experts have no "
-            f"names there, got {', '.join(lora.target_modules)}"
+            f"lora.target_modules must leave {' and '.join(MLP)} out for a {cause}, "
+            f"got {', '.join(lora.target_modules)}"
         )
     elif sizes.experts and lora.has_mlp and lora.publishes_adapters:
         yield (

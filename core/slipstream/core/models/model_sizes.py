@@ -237,6 +237,12 @@ def read_model_table(folder: Path) -> dict[str, Any]:
             f"{str(inner).lower()} in its text_config: transformers reads the first and rollout "
             "servers the second"
         )
+    if family_of(values).decoder_folder and values.get("tie_word_embeddings") is not inner:
+        raise ConfigError(
+            f"model.path: config.json must say tie_word_embeddings {str(inner).lower()} beside its "
+            "text_config, as that does: transformers reads the outer field alone, got "
+            f"{values.get('tie_word_embeddings')!r}"
+        )
     return decoder_table(values)
 
 

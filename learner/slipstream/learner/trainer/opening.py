@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from slipstream.core.machine.gpus import ALL_BITS
-from slipstream.core.models.model_sizes import read_model_table
+from slipstream.core.models.model_sizes import read_model_sizes, read_model_table
 from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import KEPT_LOGITS_SHARE
@@ -230,7 +230,7 @@ def _load(
         use_cpu_initialization=provider.use_cpu_initialization,
     )
     vision: Vision | None = None
-    if getattr(whole_config, "vision_config", None) is not None:
+    if read_model_sizes(config.model.path).has_vision:
         from slipstream.learner.trainer.families.vision import Vision
 
         processor = load_processor(config.model.path)

@@ -153,7 +153,7 @@ def tower_values(table: Mapping[str, Any], sampling: SamplingSection) -> dict[st
         # vLLM imports the module by its name, in processes of its own too.
         if module := family.engine.module:
             ModelRegistry.register_model(name, f"{_PACKAGE}.{module}:{name}")
-    if not table.get("vision_config"):
+    if family_of(table).vision is None:
         return {}
     if family_of(table).engine.starts_cuda:
         from slipstream.rollout_server.vllm import vision_models

@@ -27,6 +27,7 @@ GEMMA3, GLM, DEEPSEEK, GPT_OSS, QWEN3_NEXT, QWEN35, QWEN35_MOE = (
     f"{name}ForCausalLM" for name in LATER
 )
 GLM_LITE, MINIMAX, SMOLLM3 = (f"{name}ForCausalLM" for name in LATEST)
+KIMI25 = "KimiK25ForConditionalGeneration"
 SEEING = [
     f"{name}ForConditionalGeneration"
     for name in ("Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")
@@ -49,6 +50,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 GPT_OSS_YARN = YARN | {"beta_fast": 32.0, "beta_slow": 1.0}
 WRITTEN = {
     DEEPSEEK: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    KIMI25: {"scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     GPT_OSS: {"rope_parameters": GPT_OSS_YARN},
     GLM_LITE: {"first_k_dense_replace": 1},
     MINIMAX: {"scoring_func": "sigmoid", "use_routing_bias": True, "rotary_dim": 8, "head_dim": 16},
@@ -110,6 +112,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"rope_scaling": LATENT_YARN | {"attention_factor": 1.0}},
         "attention_factor, got 1",
     ),
+    (KIMI25, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers of a KimiK25ForCond"),
+    (KIMI25, {"tie_word_embeddings": True}, "tie_word_embeddings of a KimiK25ForConditional"),
+    (KIMI25, {"rms_norm_eps": 0.01}, "rms_norm_eps"),
+    (KIMI25, {"rope_scaling": LATENT_YARN | {"mscale": 0.7}}, "the same number without an attent"),
     (GPT_OSS, {"swiglu_limit": 6.0}, "swiglu_limit of a GptOssForCausalLM must be left out or 7.0"),
     (GPT_OSS, {"swiglu_alpha": 1.0}, "swiglu_alpha"),
     (GPT_OSS, {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
@@ -189,7 +195,7 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
         (architecture, {"rope_parameters": LLAMA3})
         for architecture, family in FAMILIES.items()
         if len(family.layer_kinds) == 1
-        and architecture not in (GLM, GLM_LITE, DEEPSEEK, MINIMAX, *SEEING)
+        and architecture not in (GLM, GLM_LITE, DEEPSEEK, KIMI25, MINIMAX, *SEEING)
     ),
     *(
         (architecture, {"rope_scaling": {kind: name, "mrope_section": [16, 24, 24]}})
@@ -206,6 +212,8 @@ ACCEPTED: list[tuple[str, dict[str, Any]]] = [
     # Fields with which these were published.
     (DEEPSEEK, {"model_type": "kimi_k2", "n_group": 1, "topk_group": 1, "ep_size": 1}),
     (DEEPSEEK, {"moe_layer_freq": 1, "aux_loss_alpha": 0.001, "num_nextn_predict_layers": 0}),
+    (KIMI25, {"media_placeholder_token_id": 163605, "ignore_index": -100, "n_group": 1}),
+    (KIMI25, {"use_unified_vision_chunk": True, "video_placeholder": "<video>"}),
     (GLM_LITE, {"partial_rotary_factor": 1.0, "topk_method": "noaux_tc", "rms_norm_eps": 1e-5}),
     (GLM_LITE, {"num_nextn_predict_layers": 1, "n_group": 1, "routed_scaling_factor": 1.8}),
     (GLM_LITE, {"mlp_layer_types": ["dense", "sparse", "sparse"], "rope_interleave": True}),

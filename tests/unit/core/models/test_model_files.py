@@ -16,6 +16,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.models import model_files
 from slipstream.core.models.model_files import (
     INDEX,
+    is_untrained,
+    loaded_tensors,
     missing_files,
     missing_weights,
     read_header,
@@ -208,6 +210,40 @@ def test_a_text_class_with_a_tower_in_its_config_is_refused() -> None:
         with pytest.raises(ConfigError, match=f"a {name} must have no vision_config"):
             decoder_table(values)
         assert decoder_table(values | {"vision_config": None})["architectures"] == [name]
+
+
+KIMI = "KimiK25ForConditionalGeneration"
+
+
+@pytest.mark.parametrize(("stack", "message"), [("layers", ""), ("blocks", "has no layer 0")])
+def test_an_idle_tower_is_left_out_and_a_decoder_of_other_names_is_refused(stack, message, folder):
+    """transformers 5.19 saves the layers as blocks, which no program loads."""
+    values = {"architectures": [KIMI], "text_config": SIZES, "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(values))
+    decoder = {
+        f"language_model.{name.replace('layers', stack)}": shape for name, shape in shapes().items()
+    }
+    tower = {"vision_tower.encoder.blocks.3.wo.weight": (4, 4), "mm_projector.proj.0.bias": (4,)}
+    write_safetensors(folder / "model.safetensors", beside=decoder | tower)
+    assert [problem for problem in problems(folder) if message not in problem] == []
+    assert len(problems(folder)) == bool(message)
+    sizes = read_model_sizes(folder)
+    assert all(is_untrained(name, sizes) for name in tower)
+    assert not any(is_untrained(name, sizes) for name in decoder)
+    loaded = loaded_tensors(config_with({"model.path": str(folder)}))
+    assert {name for name, _ in loaded} == decoder.keys()
+
+
+@pytest.mark.parametrize("outer", [None, True, False])
+def test_a_config_beside_an_idle_tower_says_whether_embeddings_are_tied(outer, folder):
+    values = {"architectures": [KIMI], "text_config": SIZES | {"tie_word_embeddings": False}}
+    said = {} if outer is None else {"tie_word_embeddings": outer}
+    (folder / "config.json").write_text(json.dumps(values | said))
+    if outer is False:
+        assert not read_model_sizes(folder).has_tied_output
+        return
+    with pytest.raises(ConfigError, match=f"false beside its text_config.* got {outer}"):
+        read_model_sizes(folder)
 
 
 @pytest.mark.parametrize("role", ["model", "reference"])

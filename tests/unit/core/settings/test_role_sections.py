@@ -44,6 +44,7 @@ EXPERTS = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4}
 FUSED = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 4}
 DELTA = {"architectures": ["Qwen3_5ForCausalLM"]}
 LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "n_routed_experts": 4, "kv_lora_rank": 8}
+KIMI = LATENT | {"architectures": ["KimiK25ForConditionalGeneration"]}
 NO_FUSED = "lora.target_modules must leave linear_fc1 and linear_fc2 out for a"
 
 
@@ -65,6 +66,8 @@ ADAPTERS = [
     ({"rank": 8}, LATENT, 1, ""),
     ({}, LATENT, 2, ""),
     ({"rank": 8}, LATENT, 2, "learner.parallel.tp must be 1 for adapters in a model with latent"),
+    ({"rank": 8} | ATTENTION, KIMI, 1, ""),
+    ({"rank": 8}, KIMI, 1, f"{NO_FUSED} KimiK25ForConditionalGeneration: PEFT does not find"),
     (PUBLISHED | {"target_modules": ("linear_qkv",)}, LATENT, 1, "lora.publish must be merged"),
     (NAMED | ATTENTION, LATENT, 1, f"lora.adapters must be empty {NO_LATENT} code, math: "),
 ]

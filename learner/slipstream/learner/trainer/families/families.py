@@ -5,6 +5,7 @@ the files. Importing this module after Bridge registers the recipes: see `compat
 """
 
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 from megatron.bridge.models.gpt_oss.gpt_oss_bridge import (
     GPTOSSMLPDownProjMapping,
@@ -27,6 +28,7 @@ from slipstream.learner.trainer.families.mappings import (
     norms_after,
     norms_before,
     place_norms,
+    placed,
     recipe_for,
     renamed,
     scale_embeddings,
@@ -181,6 +183,19 @@ class DeepseekV3Bridge(_SigmoidBridge):
             f"{ATTENTION}linear_kv_up_proj.layer_norm_weight": f"{theirs}kv_a_layernorm.weight",
         }
         return renamed(pairs)
+
+
+@recipe_for("KimiK25ForConditionalGeneration", "kimi_k25", provider=MLAModelProvider)
+class KimiK25Bridge(DeepseekV3Bridge):
+    """Kimi K2.5 and K2.6 without their tower: a Kimi K2 in a folder. Source: transformers 5.19."""
+
+    def provider_bridge(self, hf_pretrained: Megatron) -> Megatron:
+        """Returns Megatron's provider for the decoder."""
+        decoder = hf_pretrained.config.text_config
+        return super().provider_bridge(SimpleNamespace(config=decoder))
+
+    def _mappings(self) -> list[Megatron]:
+        return placed(super()._mappings(), lambda name: f"language_model.{name}")
 
 
 # The layers of GLM-4.7-Flash are those of DeepSeek V3.

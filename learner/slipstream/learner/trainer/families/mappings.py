@@ -4,7 +4,7 @@
 this module imports Bridge's classes, so import it only after Bridge itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
@@ -31,6 +31,18 @@ SHARED = f"{DECODER}mlp.shared_experts."
 def renamed(pairs: Mapping[str, str]) -> list[Megatron]:
     """Returns mappings for tensors that differ by name; `pairs` leads from Megatron's names."""
     return [AutoMapping(megatron_param=ours, hf_param=theirs) for ours, theirs in pairs.items()]
+
+
+def placed(mappings: list[Megatron], place: Callable[[str], str]) -> list[Megatron]:
+    """Returns `mappings`, of which each name in the files is replaced by `place` of it."""
+    for mapping in mappings:
+        names = mapping.hf_param
+        mapping.hf_param = (
+            place(names)
+            if isinstance(names, str)
+            else {part: place(name) for part, name in names.items()}
+        )
+    return mappings
 
 
 def ends() -> list[Megatron]:

@@ -21,7 +21,12 @@ from slipstream.core.models.vision import ImageProcessor
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.sequence_images import ImageInputs
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch
-from slipstream.learner.trainer.families.mappings import FamilyBridge, fused_experts, recipe_for
+from slipstream.learner.trainer.families.mappings import (
+    FamilyBridge,
+    fused_experts,
+    placed,
+    recipe_for,
+)
 from slipstream.learner.trainer.layers.vision_tower import (
     Tower,
     frequency_axes,
@@ -72,17 +77,9 @@ class VisionBridge(FamilyBridge):
             megatron_param="visual.inner.**", hf_param=f"{self.tower_folder}**"
         )
 
-        def placed(name: str) -> str:
-            return name.replace("model.", self.decoder_folder, 1)
-
-        decoder = self._mappings()
-        for mapping in decoder:
-            hf_param = mapping.hf_param
-            mapping.hf_param = (
-                placed(hf_param)
-                if isinstance(hf_param, str)
-                else {part: placed(name) for part, name in hf_param.items()}
-            )
+        decoder = placed(
+            self._mappings(), lambda name: name.replace("model.", self.decoder_folder, 1)
+        )
         return MegatronMappingRegistry(*decoder, tower)
 
 

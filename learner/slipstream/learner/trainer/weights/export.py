@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from safetensors import safe_open
-from slipstream.core.models.model_files import held_tensors, is_further
+from slipstream.core.models.model_files import held_tensors, is_untrained
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.run_folder import EXPORT_VERSION
 from slipstream.core.settings.config import Config
@@ -324,12 +324,11 @@ class HfFolderWriter:
 
     def copy_untrained(self, source: Path) -> None:
         """Adds tensors of `source` that are not trained; copies of trained ones stay copies."""
-        layers = read_model_sizes(source).layers
+        sizes = read_model_sizes(source)
         source_tensors = held_tensors(source)
         written = {*self._waiting, *itertools.chain.from_iterable(self._shards)}
         for name, (path, _) in source_tensors.items():
-            # Only layers that predict further tokens are not trained.
-            if name in written or not is_further(name, layers=layers):
+            if name in written or not is_untrained(name, sizes):
                 continue
             tensor = _read(path, name)
             original = next((_COPIES[end] for end in _COPIES if name.endswith(end)), "")

@@ -129,7 +129,8 @@ def _piece(
 def peft_name(name: str, factor: str, *, has_vision: bool) -> str:
     """Returns PEFT's name, by transformers' modules, of a matrix's lora_A or lora_B."""
     path = name.removesuffix("weight")
-    if has_vision:
+    # transformers' module of the decoder has its name in either case.
+    if has_vision or path.startswith("language_model."):
         path = f"model.language_model.{path[path.index('layers.') :]}"
     return f"base_model.model.{path}{factor}.weight"
 

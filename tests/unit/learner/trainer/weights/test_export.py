@@ -17,6 +17,7 @@ from slipstream.learner.trainer.weights.export import (
     save_adapters,
     write_adapter,
 )
+from slipstream.learner.trainer.weights.export_plan import peft_name
 from slipstream.learner.trainer.weights.run_chat import RunChat
 from support.fakes.chat_models import make_chat_tokenizer
 from support.fakes.small_configs import small_config
@@ -165,6 +166,54 @@ def test_a_file_that_the_index_does_not_name_is_not_copied(tmp_path: Path) -> No
     stored = read(exported(tmp_path / "in", tmp_path / "out", {}, further=True))
     assert stored.keys() == {"mtp.fc"}
     assert torch.equal(stored["mtp.fc"], torch.ones(4))
+
+
+def test_a_tower_that_is_not_trained_is_exported_as_it_is(tmp_path: Path) -> None:
+    tower = {
+        "vision_tower.a": torch.randn(4),
+        "mm_projector.b": torch.randn(4),
+    }
+    norm = "language_model.model.norm.weight"
+    decoder = {norm: torch.zeros(4)}
+    further_layers(tmp_path / "in", 1, a=tower | decoder)
+    values = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "tie_word_embeddings": False,
+    }
+    config = tmp_path / "in" / "config.json"
+    config.write_text(json.dumps(values))
+    trained = {norm: torch.ones(4)}
+    folder = exported(
+        tmp_path / "in",
+        tmp_path / "out",
+        trained,
+        further=True,
+    )
+    stored = read(folder)
+    expected = tower | trained
+    assert stored.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(stored[name], tensor), name
+
+
+def test_adapters_are_named_by_transformers_modules_of_the_decoder() -> None:
+    name = "layers.3.self_attn.q_a_proj.weight"
+    end = "layers.3.self_attn.q_a_proj.lora_A.weight"
+    beside_a_tower = f"base_model.model.model.language_model.{end}"
+    beside_idle = peft_name(
+        f"language_model.model.{name}",
+        "lora_A",
+        has_vision=False,
+    )
+    assert beside_idle == beside_a_tower
+    beside_trained = peft_name(
+        f"model.language_model.{name}",
+        "lora_A",
+        has_vision=True,
+    )
+    assert beside_trained == beside_a_tower
+    alone = peft_name(f"model.{name}", "lora_A", has_vision=False)
+    assert alone == f"base_model.model.model.{end}"
 
 
 @pytest.mark.parametrize("moment", ["begin", "write"])
