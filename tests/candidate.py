@@ -26,17 +26,36 @@ TRAINER = "tests/unit/learner/trainer"
 ENGINE = "tests/unit/rollout_server"
 # Part -> its tests. Those that take minutes are among them, but for layouts of 16 ranks and images.
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "patches": (TRAINER, "tests/unit/extensions", "tests/integration/test_cpu_repairs.py"),
-    "settings": ("tests/integration/test_passed_settings.py", "test_engine_arguments.py"),
-    "families": ("test_model_fields.py", "test_model_tensors.py", "test_trainer_vision.py"),
+    "patches": (
+        TRAINER,
+        "tests/unit/extensions",
+        "tests/integration/test_cpu_repairs.py",
+    ),
+    "settings": (
+        "tests/integration/test_passed_settings.py",
+        "test_engine_arguments.py",
+    ),
+    "families": (
+        "test_model_fields.py",
+        "test_model_tensors.py",
+        "test_trainer_vision.py",
+    ),
     "layouts": ("test_trainer_parity.py", "test_trainer_lora.py", "test_recompute.py"),
-    "steps": ("test_fuzzed_steps.py", "test_numeric_checks.py", "test_trainer_float16.py"),
+    "steps": (
+        "test_fuzzed_steps.py",
+        "test_numeric_checks.py",
+        "test_trainer_float16.py",
+    ),
     "checkpoints": ("test_checkpoints.py",),
     "engine": (ENGINE, "test_rollout_engine.py", "test_tensor_parallel_engine.py"),
     "copy plans": ("test_copy_plan.py", "test_copied_weights.py"),
     "gaps": ("test_families_in_vllm.py",),
     "replay": ("test_recorded_experts.py", "test_replay_failures.py"),
-    "scheduler": ("test_chunking_scheduler.py", "test_planned_drafts.py", "test_drafts.py"),
+    "scheduler": (
+        "test_chunking_scheduler.py",
+        "test_planned_drafts.py",
+        "test_drafts.py",
+    ),
     "pauses": ("test_engine_pause.py", "test_turns.py", "test_kept_context.py"),
     "runs": ("test_run_quickstart.py", "test_weight_stream.py"),
 }
@@ -102,7 +121,9 @@ def versions(python: Path, names: Iterable[str]) -> dict[str, str]:
 
 def paths(part: str) -> list[str]:
     """Returns the files and folders of a part's tests; a bare name is of tests/integration."""
-    return [path if "/" in path else f"tests/integration/{path}" for path in PARTS[part]]
+    return [
+        path if "/" in path else f"tests/integration/{path}" for path in PARTS[part]
+    ]
 
 
 def prove(python: Path, part: str, log: Path) -> Result:
@@ -110,7 +131,16 @@ def prove(python: Path, part: str, log: Path) -> Result:
     junit = log.with_suffix(".xml")
     marks = "not gpu" if part in SLOW else "not gpu and not slow"
     junit.unlink(missing_ok=True)
-    command = [str(python), "-m", "pytest", "-q", "-m", marks, f"--junitxml={junit}", *paths(part)]
+    command = [
+        str(python),
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        marks,
+        f"--junitxml={junit}",
+        *paths(part),
+    ]
     environ = os.environ | {"TORCHDYNAMO_DISABLE": "1", "FUZZ": "0.2"}
     start_s = time.monotonic()
     with log.open("w") as file:
@@ -137,7 +167,9 @@ def changes(pinned: Fields, candidate: Fields) -> dict[str, list[str]]:
         after = candidate[model]
         for name in sorted({*before, *after}):
             if before.get(name) != after.get(name):
-                change = f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
+                change = (
+                    f"{name}: {before.get(name, 'none')} -> {after.get(name, 'none')}"
+                )
                 names_by_cause.setdefault(change, []).append(model)
     return names_by_cause
 
@@ -158,7 +190,9 @@ def read(junit: Path, seconds: float, code: int) -> Result:
 
 
 def heading(
-    pinned: Mapping[str, str], candidate: Mapping[str, str], changed: Mapping[str, list[str]]
+    pinned: Mapping[str, str],
+    candidate: Mapping[str, str],
+    changed: Mapping[str, list[str]],
 ) -> str:
     """Returns the beginning of the page about a candidate: versions and fields that differ."""
     lines = ["# Candidate", "", "| package | pinned | candidate |", "|---|---|---|"]
@@ -169,16 +203,23 @@ def heading(
     ]
     lines += [
         "",
-        "Fields of Megatron's configuration that differ" + (":" if changed else ": none."),
+        "Fields of Megatron's configuration that differ"
+        + (":" if changed else ": none."),
     ]
-    lines += [f"- `{change}`: {', '.join(models)}" for change, models in changed.items()]
+    lines += [
+        f"- `{change}`: {', '.join(models)}" for change, models in changed.items()
+    ]
     return "\n".join([*lines, ""])
 
 
 def report(results: Mapping[str, Result]) -> str:
     """Returns the rest of the page: parts, and tests that failed."""
     lines: list[str] = []
-    lines += ["", "| part | verdict | passed | failed | skipped | s |", "|---|---|---|---|---|---|"]
+    lines += [
+        "",
+        "| part | verdict | passed | failed | skipped | s |",
+        "|---|---|---|---|---|---|",
+    ]
     for part, result in results.items():
         counts = f"{result.passed} | {len(result.failed)} | {result.skipped}"
         verdict = "holds" if result.holds else "**fails**"
@@ -207,7 +248,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 when every part holds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pins", nargs="+", metavar="NAME==VERSION")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART"
+    )
     parser.add_argument("--folder", type=Path, default=ROOT / "build/candidate")
     options = parser.parse_args(arguments)
     pins = split(options.pins)
@@ -217,12 +260,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         versions(interpreter, pins) for interpreter in (Path(sys.executable), python)
     )
     if unmet := {
-        name: expected for name, expected in pins.items() if candidate.get(name) != expected
+        name: expected
+        for name, expected in pins.items()
+        if candidate.get(name) != expected
     }:
         raise SystemExit(f"candidate: asked for {unmet}, installed are {candidate}")
-    places = {Path(sys.executable): folder / "pinned.json", python: folder / "candidate.json"}
+    places = {
+        Path(sys.executable): folder / "pinned.json",
+        python: folder / "candidate.json",
+    }
     configured = [
-        fields(folder_of_fields, folder / "models", out) for folder_of_fields, out in places.items()
+        fields(folder_of_fields, folder / "models", out)
+        for folder_of_fields, out in places.items()
     ]
     begin = heading(pinned, candidate, changes(*configured))
     results: dict[str, Result] = {}

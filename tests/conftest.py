@@ -24,7 +24,9 @@ OWN = "PYTEST_CURRENT_TEST"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Objects made and not freed between two looks of the collector; Python's own number is 700.
 COLLECT_EVERY = 70_000
-STARTS_A_PROCESS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"})
+STARTS_A_PROCESS = frozenset(
+    {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn"}
+)
 # The environment's variables when all tests have been collected.
 _variables: dict[str, str] = {}
 # Files with a test whose warnings are errors.
@@ -37,7 +39,9 @@ def refuse_processes(event: str, arguments: tuple[Any, ...]) -> None:
     """An audit hook, which Python calls for whatever starts a process."""
     if event in STARTS_A_PROCESS and _quick:
         program = arguments[0] if arguments else event
-        raise RuntimeError(f"{_quick[0]} starts {program!r}: give it the marker `process`")
+        raise RuntimeError(
+            f"{_quick[0]} starts {program!r}: give it the marker `process`"
+        )
 
 
 sys.addaudithook(refuse_processes)
@@ -45,7 +49,9 @@ sys.addaudithook(refuse_processes)
 
 def pytest_configure() -> None:
     """Refuses an editable install that has not read pyproject.toml's entry points."""
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())[
+        "project"
+    ]
     # Those of the package itself: a test may hide some from all that asks for those of a group.
     installed = distribution(project["name"]).entry_points
     for group, entries in project["entry-points"].items():
@@ -83,7 +89,9 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--part", default="1/1", help="2/5: every fifth file, from the second on")
+    parser.addoption(
+        "--part", default="1/1", help="2/5: every fifth file, from the second on"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -106,7 +114,9 @@ def pytest_collection_modifyitems(
     part, _, parts = config.getoption("--part").partition("/")
     files = list(dict.fromkeys(item.path for item in items))
     files_of_part = set(files[int(part) - 1 :: int(parts)])
-    config.hook.pytest_deselected(items=[item for item in items if item.path not in files_of_part])
+    config.hook.pytest_deselected(
+        items=[item for item in items if item.path not in files_of_part]
+    )
     items[:] = [item for item in items if item.path in files_of_part]
 
 
@@ -119,9 +129,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         @functools.cache  # noqa: B019 - it lives as long as the process
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return "ranks" if "rank_pool" in (config.rootpath / file).read_text() else file
+            return (
+                "ranks" if "rank_pool" in (config.rootpath / file).read_text() else file
+            )
 
-    return RanksTogether(config, log) if config.getoption("dist") == "loadfile" else None
+    return (
+        RanksTogether(config, log) if config.getoption("dist") == "loadfile" else None
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -149,10 +163,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says why tests were skipped, by cause, and how to run one alone that failed."""
     stats = terminalreporter.stats
     say = terminalreporter.write_line
-    causes = [report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", ())]
+    causes = [
+        report.longrepr[2].removeprefix("Skipped: ")
+        for report in stats.get("skipped", ())
+    ]
     for cause, number in Counter(causes).most_common():
         say(f"skipped {number}: {cause}")
-    for name in dict.fromkeys(r.nodeid for key in ("failed", "error") for r in stats.get(key, ())):
+    for name in dict.fromkeys(
+        r.nodeid for key in ("failed", "error") for r in stats.get(key, ())
+    ):
         say(f"run it alone: {alone(name)}")
     if text := not_run(str(terminalreporter.config.getoption("markexpr")), causes):
         say(text)
@@ -168,7 +187,11 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
     What lives on, such as imported modules, need not be looked at again: a second for vLLM's.
     """
-    if nextitem is not None and warnings_are_errors(nextitem) and not warnings_are_errors(item):
+    if (
+        nextitem is not None
+        and warnings_are_errors(nextitem)
+        and not warnings_are_errors(item)
+    ):
         gc.collect()
         gc.freeze()
 

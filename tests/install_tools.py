@@ -70,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns pytest's exit code, whatever could not be installed."""
     parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
     names = [tool.name for tool in TOOLS]
-    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="TOOL")
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="TOOL"
+    )
     parser.add_argument("pytest", nargs="*", help="options of pytest, behind --")
     options = parser.parse_args(arguments)
     tools = [tool for tool in TOOLS if tool.name in options.only]
@@ -82,7 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = [sys.executable, "-m", "pytest", "-m", "not slow and not gpu", *tests]
     may_be_alone = subprocess.run([*ALONE, "true"], capture_output=True, check=False)
     prefix = ALONE if may_be_alone.returncode == 0 else ()
-    return subprocess.run([*prefix, *command, *options.pytest], cwd=ROOT, check=False).returncode
+    return subprocess.run(
+        [*prefix, *command, *options.pytest], cwd=ROOT, check=False
+    ).returncode
 
 
 def install(tools: Iterable[Tool], folder: Path, *, limit_s: float) -> dict[str, str]:
@@ -94,9 +98,12 @@ def install(tools: Iterable[Tool], folder: Path, *, limit_s: float) -> dict[str,
 
     with ThreadPoolExecutor(max_workers=3) as pool:
         causes = {
-            tool.name: pool.submit(install_one, tool, folder / tool.name, run) for tool in tools
+            tool.name: pool.submit(install_one, tool, folder / tool.name, run)
+            for tool in tools
         }
-        return {name: cause for name, future in causes.items() if (cause := future.result())}
+        return {
+            name: cause for name, future in causes.items() if (cause := future.result())
+        }
 
 
 def install_one(tool: Tool, folder: Path, run: Run) -> str:
@@ -186,7 +193,9 @@ def programs(folder: Path, run: Run) -> None:
 def browser(_folder: Path, _run: Run) -> None:
     """Chromium of this machine: its libraries cannot be unpacked into a folder."""
     if shutil.which("chromium") is None:
-        raise NotInstalled("there is no chromium here, such as of apt-get install chromium")
+        raise NotInstalled(
+            "there is no chromium here, such as of apt-get install chromium"
+        )
 
 
 def kubernetes(folder: Path, run: Run) -> None:
@@ -215,7 +224,9 @@ def frameworks(folder: Path, run: Run) -> None:
     with tarfile.open(source) as archive:
         archive.extractall(folder, filter="data")
     (packages,) = environment.glob("lib/python*/site-packages")
-    fixtures = folder / source.name.removesuffix(".tar.gz") / "tests" / "v1" / "fixtures"
+    fixtures = (
+        folder / source.name.removesuffix(".tar.gz") / "tests" / "v1" / "fixtures"
+    )
     (packages / "fixtures.pth").write_text(f"{fixtures}\n")
 
 
@@ -223,7 +234,13 @@ def agents(folder: Path, run: Run) -> None:
     """Agents in Python, and those of npm, which run no script when they are installed."""
     (folder / "py").mkdir()
     install_packages("agents", folder / "py", run)
-    options = ["--silent", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix=node"]
+    options = [
+        "--silent",
+        "--no-audit",
+        "--no-fund",
+        "--ignore-scripts",
+        "--prefix=node",
+    ]
     run(["npm", "install", *options, *listed_pins("agents-npm")], folder)
     run(["node", "install.cjs"], folder / "node/node_modules/@anthropic-ai/claude-code")
 
@@ -283,7 +300,9 @@ TOOLS = (
         programs,
     ),
     Tool("browser", ("tests/integration/test_page_in_browser.py",), (), browser),
-    Tool("s3", ("tests/integration/test_storage_s3.py",), ("s3",), packages_alone("s3")),
+    Tool(
+        "s3", ("tests/integration/test_storage_s3.py",), ("s3",), packages_alone("s3")
+    ),
     Tool(
         "skypilot",
         ("tests/integration/test_skypilot.py",),

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("core", "protos", "client", "environments", "extensions", "learner", "rollout_server")
+PRODUCT = (
+    "core",
+    "protos",
+    "client",
+    "environments",
+    "extensions",
+    "learner",
+    "rollout_server",
+)
 FOLDERS = (*PRODUCT, "deploy", "benchmarks", "docs", "tests")
 BUDGETS = ROOT / "tests" / "plain_budgets.txt"
 
@@ -154,12 +162,16 @@ def _count_node(node: ast.AST, counts: Counts) -> None:
             advice = f"`{ast.unparse(target)} = ...` packs: write one assignment a line"
             counts.packings.append(Place(node.lineno, advice))
     elif isinstance(node, ast.Starred) and isinstance(node.value, ast.Tuple | ast.List):
-        advice = f"`{ast.unparse(node)[:60]}` unpacks a literal: write its items one a line"
+        advice = (
+            f"`{ast.unparse(node)[:60]}` unpacks a literal: write its items one a line"
+        )
         counts.splats.append(Place(node.lineno, advice))
 
 
 def _docstring_lines(node: ast.AST) -> range:
-    if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+    if not isinstance(
+        node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    ):
         return range(0)
     if not ast.get_docstring(node):
         return range(0)
@@ -178,7 +190,9 @@ def _count_tokens(text: str, docstring_lines: set[int], counts: Counts) -> None:
                 counts.comments += 1
                 pronoun = PRONOUN.match(token.string)
                 if pronoun:
-                    advice = f"a comment opens with `{pronoun[1]}`: name what it speaks of"
+                    advice = (
+                        f"a comment opens with `{pronoun[1]}`: name what it speaks of"
+                    )
                     counts.pronouns.append(Place(first_line, advice))
             last_comment = first_line
             continue
@@ -192,10 +206,13 @@ def _count_tokens(text: str, docstring_lines: set[int], counts: Counts) -> None:
         fstring_depth -= token.type == FSTRING_END
     counts.code_lines = len(tokens_of_line)
     counts.tokens = sum(tokens_of_line.values())
-    densest = sorted(tokens_of_line, key=lambda line: tokens_of_line[line], reverse=True)[:5]
+    densest = sorted(
+        tokens_of_line, key=lambda line: tokens_of_line[line], reverse=True
+    )[:5]
     for line in densest:
         advice = (
-            f"{tokens_of_line[line]} tokens on a line: name a part of it, or give it more lines"
+            f"{tokens_of_line[line]} tokens on a line: name a part of it, or give "
+            f"it more lines"
         )
         counts.dense_lines.append(Place(line, advice))
 
@@ -282,7 +299,9 @@ def written_budgets(budgets: dict[str, Budget]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def tightened(budgets: dict[str, Budget], counted: dict[Path, Counts]) -> dict[str, Budget]:
+def tightened(
+    budgets: dict[str, Budget], counted: dict[Path, Counts]
+) -> dict[str, Budget]:
     """The budgets, lowered to what files have now; no budget rises, none is added."""
     lower: dict[str, Budget] = {}
     for path, counts in counted.items():
@@ -290,7 +309,9 @@ def tightened(budgets: dict[str, Budget], counted: dict[Path, Counts]) -> dict[s
         budget = budgets.get(name, {})
         present = excess(path, counts)
         lower[name] = {
-            kind: min(number, present[kind]) for kind, number in budget.items() if kind in present
+            kind: min(number, present[kind])
+            for kind, number in budget.items()
+            if kind in present
         }
     return lower
 
@@ -300,7 +321,9 @@ def python_files(paths: list[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         files.extend([path] if path.suffix == ".py" else sorted(path.rglob("*.py")))
-    return [path for path in files if "_pb2" not in path.name and "/v1/" not in str(path)]
+    return [
+        path for path in files if "_pb2" not in path.name and "/v1/" not in str(path)
+    ]
 
 
 def repository_files() -> list[Path]:
@@ -319,7 +342,9 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] == ["--files"]:
         num_files = int(arguments[1])
         arguments = arguments[2:]
-    paths = [Path(argument) for argument in arguments] or [ROOT / folder for folder in PRODUCT]
+    paths = [Path(argument) for argument in arguments] or [
+        ROOT / folder for folder in PRODUCT
+    ]
     total = Counts()
     counted = {path: count(path.read_text()) for path in python_files(paths)}
     for counts in counted.values():
@@ -329,7 +354,9 @@ def main(arguments: list[str]) -> None:
     def num_places(path: Path) -> int:
         counts = counted[path]
         weights = {"nothing_words": 1, "packings": 2, "splats": 3, "pronouns": 1}
-        return sum(weight * len(getattr(counts, kind)) for kind, weight in weights.items())
+        return sum(
+            weight * len(getattr(counts, kind)) for kind, weight in weights.items()
+        )
 
     for path in sorted(counted, key=num_places, reverse=True)[:num_files]:
         print(f"{path}: {counted[path]}")

@@ -27,7 +27,9 @@ import pytest
 UMASKS = (0o022, 0o077)
 ZONES = ("UTC", "Asia/Kathmandu", "Pacific/Kiritimati", "America/St_Johns")
 LOCALES = ("C", "C.UTF-8", "tr_TR.UTF-8")
-WITHOUT_IPV6 = 'ip link set lo up; sysctl -qw net.ipv6.conf.all.disable_ipv6=1; exec "$0" "$@"'
+WITHOUT_IPV6 = (
+    'ip link set lo up; sysctl -qw net.ipv6.conf.all.disable_ipv6=1; exec "$0" "$@"'
+)
 # Of so many callbacks of an event loop one is late, by at most so long.
 LATE_ONE_OF = 20
 LATE_S = 0.02
@@ -75,7 +77,14 @@ def run_once(seed: int, arguments: list[str], *, delays: bool) -> int:
         delay_callbacks(random.Random(seed))
     with tempfile.TemporaryDirectory(prefix=f"run-{seed}-") as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
-        marks = ["-m", "not slow and not gpu", "-q", "--durations=0", "-p", "no:cacheprovider"]
+        marks = [
+            "-m",
+            "not slow and not gpu",
+            "-q",
+            "--durations=0",
+            "-p",
+            "no:cacheprovider",
+        ]
         return pytest.main([*marks, *arguments], plugins=[Shuffled(rng)])
 
 
@@ -106,7 +115,10 @@ def stopping(pid: int, rng: random.Random) -> Iterator[None]:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    loops = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(count)
+    ]
     try:
         yield
     finally:
@@ -129,9 +141,15 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first run")
     parser.add_argument("--load", type=int, default=0, help="busy loops beside it")
-    parser.add_argument("--one-core", action="store_true", help="for all that the tests start, too")
-    parser.add_argument("--delays", action="store_true", help="callbacks of event loops come late")
-    parser.add_argument("--stops", action="store_true", help="processes stand still for moments")
+    parser.add_argument(
+        "--one-core", action="store_true", help="for all that the tests start, too"
+    )
+    parser.add_argument(
+        "--delays", action="store_true", help="callbacks of event loops come late"
+    )
+    parser.add_argument(
+        "--stops", action="store_true", help="processes stand still for moments"
+    )
     parser.add_argument("--no-ipv6", action="store_true", help="needs root")
     parser.add_argument("--user", help="such as nobody; whoever starts it must be root")
     parser.add_argument("--once", action="store_true", help="in this process")
@@ -144,7 +162,14 @@ def main() -> int:
     red = 0
     with busy(options.load):
         for seed in range(options.seed, options.seed + options.times):
-            words = [*alone, sys.executable, __file__, "--once", f"--seed={seed}", *tests]
+            words = [
+                *alone,
+                sys.executable,
+                __file__,
+                "--once",
+                f"--seed={seed}",
+                *tests,
+            ]
             running = subprocess.Popen(
                 words + ["--delays"] * options.delays,
                 stdout=subprocess.PIPE,
@@ -162,7 +187,9 @@ def main() -> int:
                 red += 1
                 report = Path(tempfile.gettempdir()) / f"steady-{seed}.txt"
                 report.write_text(output)
-                failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+                failed = [
+                    line for line in lines if line.startswith(("FAILED", "ERROR"))
+                ]
                 print("\n".join([*failed, f"all of it: {report}"]), flush=True)
     print(f"{red} of {options.times} runs were red")
     return bool(red)

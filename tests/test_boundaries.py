@@ -30,8 +30,16 @@ LAYERS = {
     "slipstream.core": ("slipstream.v1",),
     "slipstream.protocol": ("slipstream.core", "slipstream.v1"),
     "slipstream.client": ("slipstream.protocol", "slipstream.core", "slipstream.v1"),
-    "slipstream.environments": ("slipstream.client", "slipstream.core", "slipstream.v1"),
-    "slipstream.rollout_server": ("slipstream.protocol", "slipstream.core", "slipstream.v1"),
+    "slipstream.environments": (
+        "slipstream.client",
+        "slipstream.core",
+        "slipstream.v1",
+    ),
+    "slipstream.rollout_server": (
+        "slipstream.protocol",
+        "slipstream.core",
+        "slipstream.v1",
+    ),
     "slipstream.learner": ("slipstream.protocol", "slipstream.core", "slipstream.v1"),
     "slipstream.extensions": (
         "slipstream.client",
@@ -133,7 +141,15 @@ OWNERS = {
         *(f"slipstream.learner.algorithms.{name}" for name in ("inputs", "losses")),
     ),
 }
-FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle"}
+FORBIDDEN_MODULES = {
+    "pickle",
+    "cPickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "jsonpickle",
+}
 # The modules' pipes, queues and files pickle what goes through them.
 PICKLING_MODULES = {"multiprocessing", "joblib", "torch.multiprocessing", "pandas"}
 # torch's collectives of any object pickle it.
@@ -282,7 +298,9 @@ def test_an_extension_imports_no_other_one_and_each_process_its_own_part_only() 
         foreign = PARTS.keys() - {part} if part in PARTS else ()
         for line, name in imports(path):
             is_foreign = within(name, EXTENSIONS) and not within(name, package)
-            if is_foreign or any(within(name, f"{package}.{other}") for other in foreign):
+            if is_foreign or any(
+                within(name, f"{package}.{other}") for other in foreign
+            ):
                 wrong.append(f"{where(path, line)}: {name}")
     assert not wrong
 
@@ -332,7 +350,9 @@ def own_imports(sources: Sequence[Path]) -> dict[str, set[str]]:
 def circle(graph: dict[str, set[str]]) -> set[str]:
     """Returns the nodes that lie on a circle of the graph or lead to one."""
     remaining = dict(graph)
-    while free := [node for node, imports in remaining.items() if not imports & remaining.keys()]:
+    while free := [
+        node for node, imports in remaining.items() if not imports & remaining.keys()
+    ]:
         for node in free:
             del remaining[node]
     return set(remaining)
@@ -360,7 +380,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 def test_no_benchmarks_import_each_other_in_a_circle() -> None:
     imports_of_benchmarks = own_imports(sorted((ROOT / "benchmarks").rglob("*.py")))
-    assert "benchmarks.common.measure" in imports_of_benchmarks["benchmarks.common.report"]
+    assert (
+        "benchmarks.common.measure" in imports_of_benchmarks["benchmarks.common.report"]
+    )
     assert circle(imports_of_benchmarks) == set()
 
 
@@ -415,10 +437,16 @@ def test_heavy_packages_are_imported_by_their_owners_only(package: str) -> None:
     assert not wrong
 
 
-def test_only_the_clients_source_root_holds_the_package_itself_which_finds_the_others() -> None:
-    holders = [r for r in SOURCE_ROOTS if (ROOT / r / "slipstream" / "__init__.py").exists()]
+def test_only_the_clients_source_root_holds_the_package_itself_which_finds_the_others() -> (
+    None
+):
+    holders = [
+        r for r in SOURCE_ROOTS if (ROOT / r / "slipstream" / "__init__.py").exists()
+    ]
     assert holders == ["client"]
-    assert {Path(folder).parent.name for folder in slipstream.__path__} == {*SOURCE_ROOTS}
+    assert {Path(folder).parent.name for folder in slipstream.__path__} == {
+        *SOURCE_ROOTS
+    }
 
 
 def test_every_package_is_typed() -> None:
@@ -447,7 +475,9 @@ def unpickling(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(shell, ast.Constant) and shell.value:
             yield call.lineno, "shell=True"
         if name in ("torch.load", "numpy.load", "np.load"):
-            safe = keywords.get("weights_only" if name == "torch.load" else "allow_pickle")
+            safe = keywords.get(
+                "weights_only" if name == "torch.load" else "allow_pickle"
+            )
             value = safe.value if isinstance(safe, ast.Constant) else None
             if value is not (name == "torch.load"):
                 yield call.lineno, f"{name} may unpickle"
@@ -470,7 +500,9 @@ def doubtful_calls(path: Path) -> Iterator[tuple[int, str]]:
         if name in PICKLING_CALLS:
             yield call.lineno, f"{name} pickles"
         for keyword in call.keywords:
-            value = keyword.value.value if isinstance(keyword.value, ast.Constant) else ...
+            value = (
+                keyword.value.value if isinstance(keyword.value, ast.Constant) else ...
+            )
             if keyword.arg == "trust_remote_code" and value is not False:
                 yield call.lineno, "code of a model's folder"
             if keyword.arg in ("timeout", "timeout_s", "limit_s") and value is None:
@@ -489,7 +521,9 @@ def test_no_package_pickles_by_another_name_or_trusts_what_it_reads() -> None:
     for path in package_sources():
         allowed = ALLOWED.get(module_name(path))
         wrong += [
-            f"{where(path, line)}: {what}" for line, what in doubtful_calls(path) if what != allowed
+            f"{where(path, line)}: {what}"
+            for line, what in doubtful_calls(path)
+            if what != allowed
         ]
     assert not wrong
 
@@ -527,7 +561,9 @@ def test_modules_can_be_read_in_one_sitting() -> None:
 def judged_times(path: Path) -> Iterator[tuple[int, str]]:
     """Each assertion that a length of time is short, and each processor clock."""
     for line, text in enumerate(path.read_text().splitlines(), start=1):
-        if match := re.search(r"\b(thread|process)_time\(|assert .*\b[a-z_]+\(\) - \w+ <", text):
+        if match := re.search(
+            r"\b(thread|process)_time\(|assert .*\b[a-z_]+\(\) - \w+ <", text
+        ):
             yield line, match[0]
 
 
@@ -548,7 +584,8 @@ def test_asyncios_processes_are_signalled_without_taking_their_exit_code() -> No
         for path, text in sources.items()
         if "create_subprocess_exec" in text
         for line, code in enumerate(text.splitlines(), start=1)
-        if re.search(r"\.(send_signal|kill|terminate)\(", code) and "os.kill" not in code
+        if re.search(r"\.(send_signal|kill|terminate)\(", code)
+        and "os.kill" not in code
     ]
     assert not wrong, "slipstream.core.machine.process.send_signal does it"
 
@@ -557,7 +594,12 @@ def test_asyncios_processes_are_signalled_without_taking_their_exit_code() -> No
 def test_the_generated_code_is_what_the_proto_files_say() -> None:
     pytest.importorskip("grpc_tools")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "protos" / "generate.py"), "--check", str(ROOT / "protos")],
+        [
+            sys.executable,
+            str(ROOT / "protos" / "generate.py"),
+            "--check",
+            str(ROOT / "protos"),
+        ],
         capture_output=True,
         text=True,
         check=False,
@@ -567,7 +609,9 @@ def test_the_generated_code_is_what_the_proto_files_say() -> None:
 
 def test_the_rules_notice_what_they_forbid(tmp_path: Path) -> None:
     file = tmp_path / "module.py"
-    file.write_text("import pickle\ndef f():\n    from vllm import LLM\n    eval('1')\n")
+    file.write_text(
+        "import pickle\ndef f():\n    from vllm import LLM\n    eval('1')\n"
+    )
     assert list(imports(file)) == [(1, "pickle"), (3, "vllm.LLM")]
     assert [dotted(call.func) for call in calls(file)] == ["eval"]
     assert [what for _, what in unpickling(file)] == ["pickle", "eval("]
@@ -582,7 +626,9 @@ def test_the_rules_notice_what_they_forbid(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         assert [what for _, what in unpickling(file)] == [expected]
-    file.write_text("a = time.process_time()\nassert time.monotonic() - a < 3\nb() - a < 3\n")
+    file.write_text(
+        "a = time.process_time()\nassert time.monotonic() - a < 3\nb() - a < 3\n"
+    )
     assert [line for line, _ in judged_times(file)] == [1, 2]
     file.write_text(
         "dist.all_gather_object(x, y)\nload(trust_remote_code=True)\nwait(timeout=None)\n"
@@ -592,6 +638,8 @@ def test_the_rules_notice_what_they_forbid(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", [lambda: subprocess.run(["true"]), os.fork])
-def test_a_test_without_the_marker_may_start_no_process(start: Callable[[], object]) -> None:
+def test_a_test_without_the_marker_may_start_no_process(
+    start: Callable[[], object],
+) -> None:
     with pytest.raises(RuntimeError, match="give it the marker `process`"):
         start()

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("protos", "core", "client", "environments", "rollout_server", "learner", "extensions")
+PACKAGES = (
+    "protos",
+    "core",
+    "client",
+    "environments",
+    "rollout_server",
+    "learner",
+    "extensions",
+)
 FOLDERS = (*PACKAGES, "deploy", "benchmarks", "tests")
 # Identifiers that were replaced, and the word of the idea: one word for each.
 WORDS = {
@@ -49,7 +57,10 @@ def old_words(text: str) -> Texts:
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         match = OLD_WORD.search(token.string) if token.type == tokenize.NAME else None
         if match:
-            yield token.start[0], f"{token.string}: take {WORDS[match[1]]}, not {match[1]}"
+            yield (
+                token.start[0],
+                f"{token.string}: take {WORDS[match[1]]}, not {match[1]}",
+            )
 
 
 def bare_methods(text: str) -> Texts:
@@ -58,15 +69,22 @@ def bare_methods(text: str) -> Texts:
     A property is left out: its name and its body may say everything.
     """
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.ClassDef) or node.name.startswith("_") or node.bases:
+        if (
+            not isinstance(node, ast.ClassDef)
+            or node.name.startswith("_")
+            or node.bases
+        ):
             continue
         for method in node.body:
             if not isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             is_property = any(
-                "property" in ast.unparse(decorator) for decorator in method.decorator_list
+                "property" in ast.unparse(decorator)
+                for decorator in method.decorator_list
             )
-            if not (method.name.startswith("_") or is_property or ast.get_docstring(method)):
+            if not (
+                method.name.startswith("_") or is_property or ast.get_docstring(method)
+            ):
                 yield method.lineno, method.name
 
 
@@ -97,7 +115,11 @@ def check(paths: list[Path], rule: Callable[[str], Texts]) -> None:
 @pytest.mark.parametrize(
     ("rule", "text", "found"),
     [
-        (old_words, "self._given_up_s = 1\n", [(1, "_given_up_s: take abandoned, not given_up")]),
+        (
+            old_words,
+            "self._given_up_s = 1\n",
+            [(1, "_given_up_s: take abandoned, not given_up")],
+        ),
         (
             old_words,
             "class A(Standstills): ...\n",

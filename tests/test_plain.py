@@ -9,7 +9,9 @@ import plain
 import pytest
 
 PRODUCT_FILE = plain.ROOT / "core" / "example.py"
-DENSE_LINE = "total = (first + second) * (third - fourth) / max(fifth, sixth, seventh)\n"
+DENSE_LINE = (
+    "total = (first + second) * (third - fourth) / max(fifth, sixth, seventh)\n"
+)
 
 
 def problems(text: str, budget: plain.Budget | None = None) -> list[str]:
@@ -176,5 +178,7 @@ def test_the_program_prints_totals_and_the_worst_files(tmp_path: Path) -> None:
         text=True,
     )
     total, worst = process.stdout.splitlines()
-    assert total.startswith("2 lines, 6 tokens, 3.00 a line of code; nothing-words 50.0%")
+    assert total.startswith(
+        "2 lines, 6 tokens, 3.00 a line of code; nothing-words 50.0%"
+    )
     assert worst.startswith(f"{tmp_path / 'worse.py'}: 1 lines, 3 tokens, 3.00 a line")

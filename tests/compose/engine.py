@@ -61,8 +61,18 @@ class Engine:
 
     def run(self, *command: str, user: str, mounts: dict[Path, str]) -> str:
         """Runs a command in a container of its own with these folders, until it ends."""
-        volumes = [word for path, place in mounts.items() for word in ("-v", f"{path}:{place}")]
-        name = ["--rm", "--name", f"{self.prefix}-command", "--network", "none", "--user", user]
+        volumes = [
+            word for path, place in mounts.items() for word in ("-v", f"{path}:{place}")
+        ]
+        name = [
+            "--rm",
+            "--name",
+            f"{self.prefix}-command",
+            "--network",
+            "none",
+            "--user",
+            user,
+        ]
         return self.call("run", *name, *volumes, self.image, *command)
 
     def kill(self, container: str) -> None:
@@ -127,7 +137,9 @@ class Engine:
                     check=False,
                     timeout=CALL_LIMIT_S,
                 )
-            (folder / f"{container}.json").write_text(json.dumps(self.inspect(container), indent=1))
+            (folder / f"{container}.json").write_text(
+                json.dumps(self.inspect(container), indent=1)
+            )
 
     def _names(self, *command: str) -> list[str]:
         names = self.call(*command, "--filter", f"name={self.prefix}").split()
@@ -141,7 +153,9 @@ def call(command: Sequence[str], limit_s: float) -> str:
             command, capture_output=True, text=True, timeout=limit_s, check=False
         )
     except subprocess.TimeoutExpired:
-        raise Failed(f"`{' '.join(command)}` did not end within {limit_s:g} s") from None
+        raise Failed(
+            f"`{' '.join(command)}` did not end within {limit_s:g} s"
+        ) from None
     if ended.returncode != 0:
         words = (ended.stderr.strip() or ended.stdout.strip()).splitlines()[-8:]
         raise Failed(

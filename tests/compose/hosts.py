@@ -41,7 +41,12 @@ class Site:
         folder.mkdir(parents=True)
         give_away(self.folder, folder)
         mounts = {DEPLOY: "/deploy:ro", folder: "/made"}
-        make_model = ("python", "-m", "slipstream.learner.trainer.tiny_model", "/made/policy")
+        make_model = (
+            "python",
+            "-m",
+            "slipstream.learner.trainer.tiny_model",
+            "/made/policy",
+        )
         self.engine.run(*make_model, user=USER, mounts=mounts)
         make_certificates = ("bash", "/deploy/make_certificates.sh", "/made/secrets")
         self.engine.run(*make_certificates, *certified, user=USER, mounts=mounts)
@@ -67,7 +72,9 @@ class Host:
         if (self.folder / "network.json").exists():
             files += ["--file", str(self.folder / "network.json")]
         env = ["--env-file", str(self.folder / "host.env"), "--profile", self.profile]
-        return call(["docker", "compose", "-p", self.project, *files, *env, *command], limit_s)
+        return call(
+            ["docker", "compose", "-p", self.project, *files, *env, *command], limit_s
+        )
 
     def up(self) -> None:
         """Starts what the host's role has."""
@@ -134,7 +141,8 @@ def make_host(
     if network is not None:
         joined = {"network_mode": f"container:{network}"}
         programs = dict.fromkeys(
-            ("learner", "learner-node", "rollout-server"), joined | {"ipc": f"container:{network}"}
+            ("learner", "learner-node", "rollout-server"),
+            joined | {"ipc": f"container:{network}"},
         )
         overrides = {"services": programs | {"redis": joined}}
         (folder / "network.json").write_text(json.dumps(overrides))

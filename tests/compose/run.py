@@ -29,9 +29,13 @@ def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--image", help="test this image, and build none")
     parser.add_argument(
-        "--scene", choices=("one-host", "several-hosts"), help="default: one after the other"
+        "--scene",
+        choices=("one-host", "several-hosts"),
+        help="default: one after the other",
     )
-    parser.add_argument("--queue-image", help="Valkey or Redis; default: that of the compose file")
+    parser.add_argument(
+        "--queue-image", help="Valkey or Redis; default: that of the compose file"
+    )
     parser.add_argument(
         "--build",
         action="append",
@@ -75,11 +79,24 @@ def build(options: list[str]) -> str:
 
 def tell_versions(image: str, queue_image: str) -> None:
     """Prints what is tested with."""
-    engine = call(["docker", "version", "--format", "{{.Server.Version}}"], 60.0).strip()
-    ask = ["docker", "run", "--rm", "--network", "none", queue_image, "valkey-server", "--version"]
+    engine = call(
+        ["docker", "version", "--format", "{{.Server.Version}}"], 60.0
+    ).strip()
+    ask = [
+        "docker",
+        "run",
+        "--rm",
+        "--network",
+        "none",
+        queue_image,
+        "valkey-server",
+        "--version",
+    ]
     tell(f"{queue_image}: {' '.join(call(ask, 600.0).split()[:3])}")
     compose = call(["docker", "compose", "version", "--short"], 60.0).strip()
-    size = int(call(["docker", "image", "inspect", "--format", "{{.Size}}", image], 60.0))
+    size = int(
+        call(["docker", "image", "inspect", "--format", "{{.Size}}", image], 60.0)
+    )
     tell(f"Docker Engine {engine}, Compose {compose}; {image} has {size / 1e9:.2f} GB")
 
 
@@ -105,14 +122,18 @@ def main() -> int:
         if arguments.scene in (None, "one-host"):
             one_host(Site(engine, folder / "one", queue_image))
         if arguments.scene in (None, "several-hosts"):
-            several_hosts(Site(engine, folder / "several", queue_image), arguments.subnet)
+            several_hosts(
+                Site(engine, folder / "several", queue_image), arguments.subnet
+            )
     except Failed as error:
         tell(f"FAILED: {error}")
         engine.keep_logs(arguments.logs)
         for runs in folder.glob("**/runs"):
             target = arguments.logs / runs.relative_to(folder)
             shutil.copytree(runs, target, dirs_exist_ok=True)
-        tell(f"logs of the containers and folders of the runs are kept in {arguments.logs}")
+        tell(
+            f"logs of the containers and folders of the runs are kept in {arguments.logs}"
+        )
         return 1
     finally:
         engine.remove_all()

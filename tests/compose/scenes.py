@@ -43,7 +43,9 @@ class Run:
         path = self.folder / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         steps = [json.loads(line) for line in lines if line.endswith("}")]
-        return max((int(entry["step"]) + 1 for entry in steps if "loss" in entry), default=0)
+        return max(
+            (int(entry["step"]) + 1 for entry in steps if "loss" in entry), default=0
+        )
 
     def wait_for_steps(self, num_steps: int, learner: Host) -> None:
         """Waits until `num_steps` steps are trained; the learner must run."""
@@ -63,7 +65,9 @@ class Run:
         logs = (self.folder / "journal").glob("journal*.log")
         lines = [line for log in logs for line in log.read_text().splitlines()]
         records = [json.loads(line.partition(" ")[2]) for line in lines]
-        trained = [group for record in of_kind(records, "batch") for group in record["groups"]]
+        trained = [
+            group for record in of_kind(records, "batch") for group in record["groups"]
+        ]
         leased_to = {record["server"] for record in of_kind(records, "lease")}
         check("steps of the summary", summary["steps"], NUM_STEPS)
         check("difference of the ledger", summary["ledger"]["difference"], 0)
@@ -88,7 +92,11 @@ def check_end(host: Host, service: str, wanted: int) -> None:
     """Waits until a container has ended; Failed when its exit code is another than `wanted`."""
     engine = host.site.engine
     container = host.container(service)
-    wait_for(f"{container} has ended", lambda: engine.exit_code(container) is not None, END_LIMIT_S)
+    wait_for(
+        f"{container} has ended",
+        lambda: engine.exit_code(container) is not None,
+        END_LIMIT_S,
+    )
     check(f"exit code of {container}", engine.exit_code(container), wanted)
     tell(f"{service} on {host.name} has ended with code {wanted}")
 
@@ -116,7 +124,9 @@ def one_host(site: Site) -> None:
         "QUEUE_PORT": str(ports[2]),
     }
     site.prepare("127.0.0.1")
-    host = make_host(site, "one-host", example="all-in-one.env", profile="all", variables=variables)
+    host = make_host(
+        site, "one-host", example="all-in-one.env", profile="all", variables=variables
+    )
     host.up()
     tell("one host: all containers are started")
     wait_until_healthy(host, "redis", "learner", "rollout-server")
@@ -244,14 +254,20 @@ class SeveralHosts:
 
     def _stop(self) -> None:
         learner, node = self._learners
-        containers = {host.name: host.container("rollout-server") for host in self._rollouts}
-        restarts = {name: self._engine.num_restarts(c) for name, c in containers.items()}
+        containers = {
+            host.name: host.container("rollout-server") for host in self._rollouts
+        }
+        restarts = {
+            name: self._engine.num_restarts(c) for name, c in containers.items()
+        }
         learner.compose("stop", "learner")
         tell(f"stopped in order after {self._run.num_steps()} steps")
         check_end(learner, "learner", STOPPED_EARLY)
         check_end(node, "learner-node", 0)
         for host in self._rollouts:
-            self._wait_until_restarted(host.container("rollout-server"), restarts[host.name])
+            self._wait_until_restarted(
+                host.container("rollout-server"), restarts[host.name]
+            )
         if self._run.num_steps() >= NUM_STEPS - 2:
             raise Failed("the run came to its end before it was stopped")
 
@@ -292,7 +308,11 @@ class SeveralHosts:
         learner = self._learners[0].container("learner")
         test = self._engine.inspect(learner)["Config"]["Healthcheck"]["Test"]
         status = json.loads(self._engine.call("exec", learner, *test[1:], "--json"))
-        return {server["server_id"] for server in status["servers"] if server["state"] == "serving"}
+        return {
+            server["server_id"]
+            for server in status["servers"]
+            if server["state"] == "serving"
+        }
 
 
 def several_hosts(site: Site, subnet: str) -> None:

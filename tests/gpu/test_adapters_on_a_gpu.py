@@ -22,7 +22,9 @@ REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ
 
 pytestmark = [
     pytest.mark.timeout(420),
-    pytest.mark.skipif(not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"
+    ),
 ]
 STEPS = 12
 RANK = 8
@@ -50,8 +52,20 @@ ALL = (
     + HIDDEN
 )
 LORA = {"rank": RANK, "alpha": 32.0, "publish": "adapters"}
-SHOWN = ("publishes", "publishes_verified", "published_bytes", "probe_gap_max", "reward_first")
-TIMES = ("pause_s", "publish_s", "publish_prepare_s", "publish_receive_s", "publish_load_s")
+SHOWN = (
+    "publishes",
+    "publishes_verified",
+    "published_bytes",
+    "probe_gap_max",
+    "reward_first",
+)
+TIMES = (
+    "pause_s",
+    "publish_s",
+    "publish_prepare_s",
+    "publish_receive_s",
+    "publish_load_s",
+)
 
 
 def check(run: Path, *, item_bytes: int, whole: int, gap: float) -> None:

@@ -41,7 +41,9 @@ def test_two_gpus_train_adapters_like_one(pair: str, folder: Path) -> None:
     )
     for ours, theirs in zip(shared["metrics"], alone["metrics"], strict=True):
         for name in ("loss", "grad_norm", "entropy"):
-            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-5), name
+            assert float(ours[name]) == pytest.approx(float(theirs[name]), rel=1e-5), (
+                name
+            )
     for name, weight in alone["weights"].items():
         # A weight moves by up to 2e-3.
         torch.testing.assert_close(shared["weights"][name], weight, rtol=0.0, atol=1e-6)

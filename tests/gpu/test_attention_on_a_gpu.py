@@ -26,6 +26,8 @@ def test_wrong_gradients_are_never_trained_with(
         pytest.skip(f"nobody knows whether cuDNN {cudnn} is right")
     is_wrong = job in ("qwen3 256", "gemma3 256") and cudnn <= WRONG_CUDNN
     if is_wrong and torch.cuda.get_device_capability() == (9, 0):
-        assert re.search("heads of 256 dimensions.*cuDNN 9.*(% off|not finite)", message)
+        assert re.search(
+            "heads of 256 dimensions.*cuDNN 9.*(% off|not finite)", message
+        )
     else:
         assert not message

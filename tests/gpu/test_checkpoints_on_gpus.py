@@ -14,7 +14,9 @@ REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ
 
 pytestmark = [
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"
+    ),
 ]
 LAYOUTS = {
     "plain": {},
@@ -41,13 +43,17 @@ def test_a_checkpoint_holds_every_bit(
         pytest.skip(f"fewer than {world_size} GPUs")
     name = f"{layout}-{dtype}"
     job = {"run": name, "learner": learner, "dtype": dtype, "until": 3}
-    jobs = {name: {**job, "save": [2]}, f"{name}-again": {**job, "resume": True, "late": True}}
+    jobs = {
+        name: {**job, "save": [2]},
+        f"{name}-again": {**job, "resume": True, "late": True},
+    }
     for its, table in jobs.items():
         (folder / f"{its}.json").write_text(json.dumps(table))
         program = Path(checkpoint_ranks.__file__)
         rank_pool.run(program, [its], world_size=world_size, folder=folder)
     saved, again = (
-        torch.load(folder / f"{job}.pt", weights_only=True, map_location="cpu") for job in jobs
+        torch.load(folder / f"{job}.pt", weights_only=True, map_location="cpu")
+        for job in jobs
     )
     assert again["error"] == ""
     assert again["loaded"] == 2
@@ -62,7 +68,9 @@ def test_a_checkpoint_holds_every_bit(
         assert again["metrics"][0][key] == near, key
 
 
-@pytest.mark.parametrize("parallel", [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [{"tp": 2, "pp": 2}, {"tp": 2, "cp": 2}, {}], ids=str
+)
 def test_a_checkpoint_of_four_gpus_goes_on_on_one_and_on_two(
     parallel: dict, folder: Path, rank_pool: RankPool
 ) -> None:
@@ -82,8 +90,12 @@ def test_a_checkpoint_of_four_gpus_goes_on_on_one_and_on_two(
         job |= {"save": [2]} if its == name else {"resume": True}
         (folder / f"{its}.json").write_text(json.dumps(job))
         program = Path(checkpoint_ranks.__file__)
-        rank_pool.run(program, [its], world_size=layout.get("world_size", 1), folder=folder)
-        weights[its] = torch.load(folder / f"{its}.pt", weights_only=True, map_location="cpu")
+        rank_pool.run(
+            program, [its], world_size=layout.get("world_size", 1), folder=folder
+        )
+        weights[its] = torch.load(
+            folder / f"{its}.pt", weights_only=True, map_location="cpu"
+        )
     saved = weights.pop(name)
     for its, again in weights.items():
         assert (again["error"], again["loaded"]) == ("", 2), its

@@ -10,7 +10,9 @@ LENGTHS = (1, 15, 16, 17, 64, 65, 500, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("heads", "groups", "size"), [(16, 8, 128), (32, 8, 64), (16, 1, 256)])
+@pytest.mark.parametrize(
+    ("heads", "groups", "size"), [(16, 8, 128), (32, 8, 64), (16, 1, 256)]
+)
 def test_each_request_attends_to_its_own_context(
     heads: int, groups: int, size: int, dtype: torch.dtype
 ) -> None:
@@ -19,7 +21,9 @@ def test_each_request_attends_to_its_own_context(
     num_blocks = -(-max(LENGTHS) // BLOCK)
     # Blocks that no context holds are no numbers, nor are the tokens behind a context's end.
     cache = (
-        torch.full((requests * num_blocks + 1, groups, BLOCK, 2 * size), torch.nan).to(dtype).cuda()
+        torch.full((requests * num_blocks + 1, groups, BLOCK, 2 * size), torch.nan)
+        .to(dtype)
+        .cuda()
     )
     table = torch.zeros(requests, num_blocks, dtype=torch.int32, device="cuda")
     free = (1 + torch.randperm(requests * num_blocks)).tolist()
@@ -33,8 +37,16 @@ def test_each_request_attends_to_its_own_context(
             table[request, start // BLOCK] = block = free.pop()
             cache[block, :, : len(part)] = part.transpose(0, 1)
         if length:
-            key, value = context.cpu().double().repeat_interleave(heads // groups, 1).split(size, 2)
-            scores = torch.einsum("hs,ths->ht", queries[request].cpu().double(), key) * size**-0.5
+            key, value = (
+                context.cpu()
+                .double()
+                .repeat_interleave(heads // groups, 1)
+                .split(size, 2)
+            )
+            scores = (
+                torch.einsum("hs,ths->ht", queries[request].cpu().double(), key)
+                * size**-0.5
+            )
             expected[request] = torch.einsum("ht,ths->hs", scores.softmax(1), value)
     output = torch.full((requests, heads, size), torch.nan, dtype=dtype, device="cuda")
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device="cuda")

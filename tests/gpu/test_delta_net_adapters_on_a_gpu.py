@@ -20,7 +20,9 @@ REHEARSAL = "SLIPSTREAM_REHEARSAL" in os.environ
 
 pytestmark = [
     pytest.mark.timeout(480),
-    pytest.mark.skipif(not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() and not REHEARSAL, reason="no GPU"
+    ),
 ]
 NAMES = ("first", "second", "third")
 STEPS = 24
@@ -31,7 +33,13 @@ WIDTH = {
     "linear_num_key_heads": 4,
     "linear_num_value_heads": 8,
 }
-SHOWN = ("publishes", "publishes_verified", "probe_gap_max", "reward_first", "reward_last")
+SHOWN = (
+    "publishes",
+    "publishes_verified",
+    "probe_gap_max",
+    "reward_first",
+    "reward_last",
+)
 
 
 def environment(name: str) -> dict[str, object]:
@@ -45,7 +53,9 @@ def environment(name: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_three_adapters_on_delta_nets_learn_side_by_side(has_graphs: bool, tmp_path: Path) -> None:
+def test_three_adapters_on_delta_nets_learn_side_by_side(
+    has_graphs: bool, tmp_path: Path
+) -> None:
     model = make_delta_net_model(tmp_path, **({} if REHEARSAL else WIDTH))
     write_config(
         copy_environments(tmp_path),

@@ -40,7 +40,9 @@ class Found:
         """Asserts that all log-probabilities are the model's."""
         for reply in self._found[name]["replies"]:
             tokens = PROMPT + reply["tokens"]
-            expected = self._reference.logprobs(self._weights, tokens, temperature=TEMPERATURE)
+            expected = self._reference.logprobs(
+                self._weights, tokens, temperature=TEMPERATURE
+            )
             gaps = np.abs(expected[len(PROMPT) - 1 :] - np.array(reply["logprobs"]))
             assert gaps.mean() <= MEAN_GAP
             assert np.quantile(gaps, 0.9) <= COMMON_GAP
@@ -50,12 +52,17 @@ class Found:
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     folder = tmp_path_factory.mktemp("drafts")
     model = make_model_folder(
-        folder / "model", hidden_size=128, num_attention_heads=2, tie_word_embeddings=True
+        folder / "model",
+        hidden_size=128,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
     )
     weights = random_weights(load_file(model / "model.safetensors"), seed=1)
     rounded = {name: tensor.bfloat16().float() for name, tensor in weights.items()}
     save_file(rounded, model / "model.safetensors", metadata={"format": "pt"})
-    subprocess.run([sys.executable, drafted_replies.__file__, folder], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, drafted_replies.__file__, folder], check=True, timeout=300
+    )
     return Found(folder)
 
 

@@ -24,7 +24,9 @@ DTYPE = "float32" if REHEARSAL else "bfloat16"
 
 pytestmark = [
     pytest.mark.timeout(420),
-    pytest.mark.skipif(torch.cuda.device_count() < 4 and not REHEARSAL, reason="fewer than 4 GPUs"),
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 4 and not REHEARSAL, reason="fewer than 4 GPUs"
+    ),
 ]
 
 
@@ -48,7 +50,9 @@ SP = {"tp": 2}
 LAYOUTS = {
     "tp2-pp2": Layout({"tp": 2, "pp": 2}, ALL, 0, "gloo", "tp2-pp2-tied"),
     "tp2-cp2": Layout({"tp": 2, "cp": 2}, ALL, 1, "gloo", "tp2-cp2"),
-    "ep2-tp2": Layout(SP | {"ep": 2}, ALL, 2, "gloo", "tp2-sp-ep2-moe", is_mixture=True),
+    "ep2-tp2": Layout(
+        SP | {"ep": 2}, ALL, 2, "gloo", "tp2-sp-ep2-moe", is_mixture=True
+    ),
     "dp4": Layout({}, ALL, 3, "gloo", "dp4"),
     "tp2": Layout(SP, (0, 1), 2, "nccl"),
     "pp2": Layout({"pp": 2}, (2, 3), 0, "nccl"),
@@ -83,7 +87,9 @@ def test_losses_of_four_ranks_are_those_of_one(
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_rollouts_follow_the_weights(name: str, tmp_path: Path, model: Path, mixture: Path) -> None:
+def test_rollouts_follow_the_weights(
+    name: str, tmp_path: Path, model: Path, mixture: Path
+) -> None:
     layout = LAYOUTS[name]
     changes = {}
     if not REHEARSAL:
@@ -114,7 +120,9 @@ def test_rollouts_follow_the_weights(name: str, tmp_path: Path, model: Path, mix
     run_with_logs(tmp_path, limit_s=300)
     summary = checked(tmp_path / "run")
     gaps = [
-        row["logprob_gap_mean"] for row in rows_of(tmp_path / "run") if "logprob_gap_mean" in row
+        row["logprob_gap_mean"]
+        for row in rows_of(tmp_path / "run")
+        if "logprob_gap_mean" in row
     ]
     names = ("steps", "publishes", "publishes_verified", "probe_gap_max")
     facts = {key: summary[key] for key in names}

@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
+from slipstream.learner.trainer.model.logprobs import (
+    Projection,
+    vocab_parallel_logprobs,
+)
 from torch import Tensor
 
 TOKENS = 700
@@ -19,8 +22,15 @@ def make_case(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     weight = (torch.randn(PADDED, HIDDEN, device="cuda") * 0.3).to(dtype)
     targets = torch.randint(VOCAB, (TOKENS,), device="cuda")
     targets[:4] = torch.tensor([0, VOCAB - 1, PADDED // 2 - 1, PADDED // 2])
-    rows = torch.arange(TOKENS, device="cuda")[torch.randperm(TOKENS)[: TOKENS - 50].sort()[0]]
-    return hidden, weight, targets, torch.cat([torch.arange(4, device="cuda"), rows[rows >= 4]])
+    rows = torch.arange(TOKENS, device="cuda")[
+        torch.randperm(TOKENS)[: TOKENS - 50].sort()[0]
+    ]
+    return (
+        hidden,
+        weight,
+        targets,
+        torch.cat([torch.arange(4, device="cuda"), rows[rows >= 4]]),
+    )
 
 
 def expected(case: tuple[Tensor, ...], outer: Tensor, bend: Tensor) -> Found:
@@ -69,13 +79,20 @@ def test_values_and_gradients_are_those_of_a_softmax_in_float64(
         loss = loss + (entropy * bend).sum()
     loss.backward()
     expected_values = expected(case, outer, bend)
-    torch.testing.assert_close(logprobs.double(), expected_values[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(entropy.double(), expected_values[1], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs.double(), expected_values[0], rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        entropy.double(), expected_values[1], rtol=1e-5, atol=1e-5
+    )
     assert states.grad is not None
     assert part.grad is not None
     part_grad = part.main_grad - 1 if has_buffer else part.grad
     limit = 1e-5 if dtype == torch.float32 else 1e-2
-    for ours, theirs in ((states.grad, expected_values[2]), (part_grad, expected_values[3])):
+    for ours, theirs in (
+        (states.grad, expected_values[2]),
+        (part_grad, expected_values[3]),
+    ):
         assert (ours.double() - theirs).norm() / theirs.norm() < limit
     assert not part_grad[VOCAB:].any()
 
@@ -84,7 +101,9 @@ def test_nothing_is_computed_where_nothing_is_trained() -> None:
     hidden, weight, targets, _ = make_case(torch.bfloat16)
     hidden.requires_grad_()
     nothing = torch.tensor([], dtype=torch.int64, device="cuda")
-    logprobs, _ = vocab_parallel_logprobs(hidden, weight, targets, nothing, Projection(1.0, VOCAB))
+    logprobs, _ = vocab_parallel_logprobs(
+        hidden, weight, targets, nothing, Projection(1.0, VOCAB)
+    )
     logprobs.sum().backward()
     assert not logprobs.any()
     assert hidden.grad is not None

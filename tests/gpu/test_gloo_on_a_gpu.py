@@ -16,7 +16,10 @@ LIMIT_S = 60.0
 
 
 def test_every_bucket_arrives_as_its_lane_was_filled() -> None:
-    tensors = [TensorSpec(f"t{n}", "bfloat16", (BUCKET_BYTES // 2,)) for n in range(NUM_BUCKETS)]
+    tensors = [
+        TensorSpec(f"t{n}", "bfloat16", (BUCKET_BYTES // 2,))
+        for n in range(NUM_BUCKETS)
+    ]
     buckets = tuple(plan_buckets(tensors, BUCKET_BYTES))
     sender = GlooSender(WeightsSection(bucket_deadline_s=LIMIT_S), host="127.0.0.1")
     where = sender.announce("members-1", num_senders=1, world_size=2)
@@ -25,13 +28,17 @@ def test_every_bucket_arrives_as_its_lane_was_filled() -> None:
     def receive() -> None:
         receiver = GlooReceiver(where, 1, LIMIT_S, torch.device("cpu"))
         incoming = Incoming(buckets, LIMIT_S, own_buffers=False)
-        arrived.extend([int(data.min()), int(data.max())] for data in receiver.receive(incoming))
+        arrived.extend(
+            [int(data.min()), int(data.max())] for data in receiver.receive(incoming)
+        )
         receiver.close()
 
     receiving = threading.Thread(target=receive)
     receiving.start()
     sender.connect(where, 0)
-    lanes = [torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    lanes = [
+        torch.zeros(BUCKET_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2)
+    ]
     stream = torch.cuda.Stream()
     releases = {}
     kept = []

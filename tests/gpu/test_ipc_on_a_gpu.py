@@ -45,7 +45,9 @@ class Learner:
         self.process.communicate(timeout=30)
 
 
-def join(learner: Learner, name: str, workers: int, device: torch.device) -> list[IpcReceiver]:
+def join(
+    learner: Learner, name: str, workers: int, device: torch.device
+) -> list[IpcReceiver]:
     learner.tell(f"announce {name} {workers}")
     where = weights_pb2.Communicator(transport="ipc", **json.loads(learner.line()))
     learner.tell("connect")
@@ -82,7 +84,9 @@ def test_what_is_read_is_what_was_sent(gpu: int) -> None:
     started_s = time.perf_counter()
     (transport,) = join(learner, "gpu", 1, device)
     note("ipc", test="join", gpu=gpu, seconds=round(time.perf_counter() - started_s, 3))
-    copies = [torch.empty(b.num_bytes, dtype=torch.uint8, device=device) for b in BUCKETS]
+    copies = [
+        torch.empty(b.num_bytes, dtype=torch.uint8, device=device) for b in BUCKETS
+    ]
     for seed in range(1, 6):
         is_first = seed == 1
         incoming = Incoming(BUCKETS, DEADLINE_S, is_first)

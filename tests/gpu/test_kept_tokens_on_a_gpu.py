@@ -21,7 +21,10 @@ def test_probabilities_and_gradients_are_over_kept_tokens(
     has_entropy_gradient: bool,
 ) -> None:
     # Triton comes with torch's CUDA build alone.
-    from slipstream.learner.trainer.model.logprobs import Projection, vocab_parallel_logprobs
+    from slipstream.learner.trainer.model.logprobs import (
+        Projection,
+        vocab_parallel_logprobs,
+    )
 
     torch.manual_seed(0)
     device = torch.device("cuda")

@@ -22,7 +22,9 @@ pytestmark = [
 SLOW = {"NCCL_MIN_NCHANNELS": "1", "NCCL_MAX_NCHANNELS": "1"}
 
 
-def test_a_server_killed_while_it_receives_stops_nobody_and_comes_back(tmp_path: Path) -> None:
+def test_a_server_killed_while_it_receives_stops_nobody_and_comes_back(
+    tmp_path: Path,
+) -> None:
     model = make_apart(tmp_path / "0.6B", "0.6B", max_positions=256)
     config = config_of(
         tmp_path,

@@ -28,7 +28,10 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 
 def run_memory(pool: RankPool, folder: Path, jobs: tuple[str, ...]) -> dict[str, dict]:
     pool.run(Path(memory_ranks.__file__), jobs, world_size=1, folder=folder)
-    return {name: torch.load(folder / f"memory-{name}.pt", weights_only=True) for name in jobs}
+    return {
+        name: torch.load(folder / f"memory-{name}.pt", weights_only=True)
+        for name in jobs
+    }
 
 
 @pytest.mark.parametrize("name", ["plain", "bf16"])
@@ -46,8 +49,12 @@ def test_offloading_frees_the_device_and_changes_no_figure(
             assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-4)
 
 
-def test_bfloat16_trains_like_float32_within_its_rounding(found: dict[str, dict]) -> None:
-    for ours, exact in zip(found["bf16"]["metrics"], found["plain"]["metrics"], strict=True):
+def test_bfloat16_trains_like_float32_within_its_rounding(
+    found: dict[str, dict],
+) -> None:
+    for ours, exact in zip(
+        found["bf16"]["metrics"], found["plain"]["metrics"], strict=True
+    ):
         assert ours["loss"] == pytest.approx(exact["loss"], abs=0.03)
         assert ours["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
 
@@ -60,7 +67,9 @@ def test_products_in_8_bits_train_like_bfloat16_within_their_rounding(
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=0.1)
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.3)
     # The entropies differ: the fp8 run did compute in 8 bits.
-    assert any(abs(ours["entropy"] - theirs["entropy"]) > 1e-4 for ours, theirs in steps)
+    assert any(
+        abs(ours["entropy"] - theirs["entropy"]) > 1e-4 for ours, theirs in steps
+    )
 
 
 def test_optimizer_on_the_host_makes_the_same_steps(
@@ -74,11 +83,17 @@ def test_optimizer_on_the_host_makes_the_same_steps(
     assert host["inside"]["optimizer"] < 0.1 * plain["inside"]["optimizer"]
 
 
-def test_deterministic_kernels_give_the_same_bits_again(folder: Path, rank_pool: RankPool) -> None:
+def test_deterministic_kernels_give_the_same_bits_again(
+    folder: Path, rank_pool: RankPool
+) -> None:
     exact = run_memory(rank_pool, folder, tuple(DETERMINISTIC_JOBS))
     for name in ("exact-again", "exact-offload"):
-        for ours, theirs in zip(exact[name]["metrics"], exact["exact"]["metrics"], strict=True):
-            assert {key: ours[key] for key in COMPARED} == {key: theirs[key] for key in COMPARED}
+        for ours, theirs in zip(
+            exact[name]["metrics"], exact["exact"]["metrics"], strict=True
+        ):
+            assert {key: ours[key] for key in COMPARED} == {
+                key: theirs[key] for key in COMPARED
+            }
         assert exact[name]["digests"] == exact["exact"]["digests"]
         assert torch.equal(exact[name]["logprobs"], exact["exact"]["logprobs"])
 
@@ -96,7 +111,9 @@ def test_adapters_train_and_nothing_else(folder: Path, rank_pool: RankPool) -> N
     assert all(step["grad_norm"] > 0 for step in result["metrics"])
 
 
-def test_critic_and_reference_take_part_in_a_step(folder: Path, rank_pool: RankPool) -> None:
+def test_critic_and_reference_take_part_in_a_step(
+    folder: Path, rank_pool: RankPool
+) -> None:
     rank_pool.run(Path(role_ranks.__file__), ["one"], world_size=1, folder=folder)
     result = torch.load(folder / "one-0.pt", weights_only=True)
     # The critic trains alone in the first step.
@@ -106,4 +123,6 @@ def test_critic_and_reference_take_part_in_a_step(folder: Path, rank_pool: RankP
     # The reference takes the policy's weights after the second step.
     first, second, _ = result["references"]
     assert not torch.equal(first, second)
-    torch.testing.assert_close(result["refreshed"], result["policy"], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        result["refreshed"], result["policy"], rtol=1e-3, atol=1e-4
+    )

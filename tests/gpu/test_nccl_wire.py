@@ -24,7 +24,15 @@ MIB = 1 << 20
 
 
 def layout(rng: random.Random, num_tensors: int, largest: int) -> list[TensorSpec]:
-    sizes = [0, 1, 2, 8191, 8192, 8193, *(rng.randrange(largest) for _ in range(num_tensors))]
+    sizes = [
+        0,
+        1,
+        2,
+        8191,
+        8192,
+        8193,
+        *(rng.randrange(largest) for _ in range(num_tensors)),
+    ]
     return [TensorSpec(f"t{n}", "bfloat16", (size,)) for n, size in enumerate(sizes)]
 
 
@@ -52,7 +60,9 @@ def test_digests_run_at_the_rate_of_the_memory(tensors_per_bucket: int) -> None:
     from slipstream.protocol.weights.digests import CudaDigests
 
     size = 256 * MIB // tensors_per_bucket // 2 // 8 * 8
-    tensors = [TensorSpec(f"t{n}", "bfloat16", (size,)) for n in range(tensors_per_bucket)]
+    tensors = [
+        TensorSpec(f"t{n}", "bfloat16", (size,)) for n in range(tensors_per_bucket)
+    ]
     buckets = plan_buckets(tensors, 256 * MIB) * 4
     data = [torch.zeros(256 * MIB, dtype=torch.uint8, device="cuda") for _ in range(4)]
     digests = CudaDigests(buckets)
@@ -66,8 +76,12 @@ def test_digests_run_at_the_rate_of_the_memory(tensors_per_bucket: int) -> None:
             digests.add(place, data[place].data_ptr(), stream.cuda_stream)
         end.record(stream)
         stream.synchronize()
-        best = max(best, sum(b.num_bytes for b in buckets) / begin.elapsed_time(end) / 1e6)
-    note("nccl_wire", test="digest", tensors=tensors_per_bucket, gb_per_s=round(best, 1))
+        best = max(
+            best, sum(b.num_bytes for b in buckets) / begin.elapsed_time(end) / 1e6
+        )
+    note(
+        "nccl_wire", test="digest", tensors=tensors_per_bucket, gb_per_s=round(best, 1)
+    )
     assert best > 1000
 
 
@@ -76,7 +90,14 @@ def members(folder: Path, *modes: str):
     """One process for each GPU; each says what it does in lines of JSON."""
     started = [
         subprocess.Popen(
-            [sys.executable, str(MEMBER), str(folder), str(rank), str(len(modes)), mode],
+            [
+                sys.executable,
+                str(MEMBER),
+                str(folder),
+                str(rank),
+                str(len(modes)),
+                mode,
+            ],
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"CUDA_VISIBLE_DEVICES": visible([rank])},
@@ -106,7 +127,9 @@ def test_broadcasts_reach_every_gpu(world_size: int, tmp_path: Path) -> None:
     assert [process.returncode for process in processes] == [0] * world_size
     for line in outputs[0]:
         note("nccl_wire", test="broadcast", world_size=world_size, **line)
-    digests = [[line["digests"] for line in lines if "digests" in line] for lines in outputs]
+    digests = [
+        [line["digests"] for line in lines if "digests" in line] for lines in outputs
+    ]
     assert digests[0]
     assert all(other == digests[0] for other in digests)
 

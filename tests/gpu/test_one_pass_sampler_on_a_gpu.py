@@ -6,7 +6,11 @@ import torch
 
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "dtype"),
-    [(512, 151_936, torch.float32), (5, 9_001, torch.bfloat16), (3, 4_096, torch.float32)],
+    [
+        (512, 151_936, torch.float32),
+        (5, 9_001, torch.bfloat16),
+        (3, 4_096, torch.float32),
+    ],
 )
 def test_tokens_are_those_of_vllm_and_their_log_probabilities_of_float64(
     rows: int, vocabulary: int, dtype: torch.dtype
@@ -21,7 +25,9 @@ def test_tokens_are_those_of_vllm_and_their_log_probabilities_of_float64(
 
     torch.manual_seed(rows)
     # Rows of a larger array, as where a vocabulary was padded.
-    logits = (3 * torch.randn(rows, vocabulary + 64, device="cuda")).to(dtype)[:, :vocabulary]
+    logits = (3 * torch.randn(rows, vocabulary + 64, device="cuda")).to(dtype)[
+        :, :vocabulary
+    ]
     # A first part without any token that is allowed, and a row with a single one.
     logits[0, : vocabulary // 2] = -torch.inf
     logits[1] = -torch.inf
@@ -37,7 +43,9 @@ def test_tokens_are_those_of_vllm_and_their_log_probabilities_of_float64(
     seeds = torch.randint(-(1 << 62), 1 << 62, (rows,), device="cuda")
     positions = torch.randint(4_096, (rows,), device="cuda")
 
-    tokens, logprobs, part_counts = sample(logits, requests, temperatures, seeds, positions)
+    tokens, logprobs, part_counts = sample(
+        logits, requests, temperatures, seeds, positions
+    )
 
     expected = gumbel_sample(
         logits,
@@ -50,7 +58,9 @@ def test_tokens_are_those_of_vllm_and_their_log_probabilities_of_float64(
     )
     assert torch.equal(tokens, expected)
     exact = logits.double().log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-    assert float((logprobs - exact).abs().max()) < 2e-6 * float(exact.abs().max().clamp(min=1.0))
+    assert float((logprobs - exact).abs().max()) < 2e-6 * float(
+        exact.abs().max().clamp(min=1.0)
+    )
 
     kept_tokens = kept_token_tensors(logits, part_counts).to_cpu_nonblocking()
     torch.cuda.synchronize()

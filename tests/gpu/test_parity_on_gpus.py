@@ -33,7 +33,9 @@ def test_parity_with_transformer_engine(
         pytest.skip(f"fewer than {world_size} GPUs")
     comparison = parity_run.compare(rank_pool, folder, world_size, dtype)
     too_large = {
-        name: value for name, value in comparison.items() if value > parity_run.TOLERANCES[dtype]
+        name: value
+        for name, value in comparison.items()
+        if value > parity_run.TOLERANCES[dtype]
     }
     assert comparison
     assert not too_large

@@ -8,7 +8,9 @@ def test_swiglu_and_its_gradient_are_those_of_float64() -> None:
     compat.install()
     from megatron.core.fusions.fused_bias_swiglu import SwiGLUFunction
 
-    x = torch.randn(301, 2 * 96, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(
+        301, 2 * 96, device="cuda", dtype=torch.bfloat16, requires_grad=True
+    )
     outer = torch.randn(301, 96, device="cuda", dtype=torch.bfloat16)
     y = SwiGLUFunction.apply(x, False, False)
     (gradient,) = torch.autograd.grad(y, x, outer)

@@ -35,7 +35,9 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(560),
     pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
-    pytest.mark.skipif(torch.cuda.device_count() < 2 and not REHEARSAL, reason="fewer than 2 GPUs"),
+    pytest.mark.skipif(
+        torch.cuda.device_count() < 2 and not REHEARSAL, reason="fewer than 2 GPUs"
+    ),
 ]
 STEPS = 16
 KILLED_AFTER = 7
@@ -100,7 +102,13 @@ class Cluster:
         self.start(host, "learner", 0, f"--master={MASTER}")
 
     def start_server(self, host: str) -> None:
-        self.start(host, "rollout-server", 1, f"--controller={CONTROLLER}", f"--server-id={host}")
+        self.start(
+            host,
+            "rollout-server",
+            1,
+            f"--controller={CONTROLLER}",
+            f"--server-id={host}",
+        )
 
     def wait(self, name: str) -> int:
         try:
@@ -112,7 +120,11 @@ class Cluster:
         for _ in poll(LIMIT_S):
             if self.steps() >= step:
                 return
-            ended = {n: c.returncode for n, c in self.commands.items() if c.poll() is not None}
+            ended = {
+                n: c.returncode
+                for n, c in self.commands.items()
+                if c.poll() is not None
+            }
             assert not ended, f"{ended}\n{self.logs()}"
         pytest.fail(f"{self.steps()} steps after {LIMIT_S:g} s\n{self.logs()}")
 
@@ -127,7 +139,10 @@ class Cluster:
         """Ends commands and all that they started at once, as a host that loses its power."""
         for name in names:
             command = self.commands.pop(name)
-            family = [psutil.Process(command.pid), *run_processes.descendants(command.pid)]
+            family = [
+                psutil.Process(command.pid),
+                *run_processes.descendants(command.pid),
+            ]
             for process in family:
                 process.kill()
             command.wait()
@@ -135,25 +150,35 @@ class Cluster:
     def logs(self) -> str:
         paths = [*self.folder.glob("*.log"), *self.run.glob("**/logs/*.log")]
         return "\n".join(
-            f"--- {path.name}\n{path.read_text(errors='replace')[-2500:]}" for path in sorted(paths)
+            f"--- {path.name}\n{path.read_text(errors='replace')[-2500:]}"
+            for path in sorted(paths)
         )
 
 
 def write_config(folder: Path) -> None:
     """The settings of a cluster, with a small task and what both hosts need of it."""
     if REHEARSAL:
-        model = make_model_folder(folder / "model", num_attention_heads=4, num_key_value_heads=2)
+        model = make_model_folder(
+            folder / "model", num_attention_heads=4, num_key_value_heads=2
+        )
     else:
         model = make_apart(folder / "model", "0.6B", max_positions=1024)
     table = tomllib.loads((DEPLOY / "configs" / "cluster.toml").read_text())
     table["run"] = {"name": "run", "dir": str(folder), "steps": STEPS, "seed": 1}
-    table["model"] = {"path": str(model), "dtype": "float32" if REHEARSAL else "bfloat16"}
+    table["model"] = {
+        "path": str(model),
+        "dtype": "float32" if REHEARSAL else "bfloat16",
+    }
     table["evaluations"] = []
     table["algorithm"] = {"group_size": 8, "groups_per_step": 4 if REHEARSAL else 16}
     reply = 8 if REHEARSAL else 256
     table["sampling"] = {"max_reply_tokens": reply, "max_episode_tokens": reply + 64}
     table["controller"] = {"address": CONTROLLER}
-    table["learner"] = {"world_size": len(LEARNERS), "ranks_per_node": 1, "export_final": False}
+    table["learner"] = {
+        "world_size": len(LEARNERS),
+        "ranks_per_node": 1,
+        "export_final": False,
+    }
     table["checkpoint"] = {"every_steps": 6}
     table["weights"] = {"verify_every": 1}
     if not REHEARSAL:
@@ -183,7 +208,9 @@ def cluster() -> Iterator[Cluster]:
             try:
                 yield cluster
             finally:
-                cluster.kill(*(n for n, c in cluster.commands.items() if c.poll() is None))
+                cluster.kill(
+                    *(n for n, c in cluster.commands.items() if c.poll() is None)
+                )
                 if "OUT" in os.environ:
                     Path(os.environ["OUT"], "two-hosts.log").write_text(cluster.logs())
     finally:
@@ -220,7 +247,9 @@ def test_a_run_on_two_hosts_loses_one_of_them_and_finishes(cluster: Cluster) -> 
     shown = ("step_s", "publish_s", "tokens_per_s", "logprob_gap_mean")
     medians = {k: statistics.median(r[k] for r in rows) for k in shown if k in rows[0]}
     print(json.dumps({"times": times, "medians": medians, "keys": sorted(rows[0])}))
-    print(json.dumps({key: summary[key] for key in ("steps", "ledger", "max_lag_seen")}))
+    print(
+        json.dumps({key: summary[key] for key in ("steps", "ledger", "max_lag_seen")})
+    )
     assert summary["steps"] == STEPS
     assert summary["publishes_verified"] >= summary["publishes"] > 0
     assert summary["max_lag_seen"] <= 2

@@ -39,4 +39,6 @@ def test_buckets_on_the_gpu_are_the_export(
                 sent |= rank["passes"][number]["tensors"]
             exported = ranks[0]["passes"][number]["exported"]
             assert set(sent) == set(exported)
-            assert all(torch.equal(sent[name], tensor) for name, tensor in exported.items()), job
+            assert all(
+                torch.equal(sent[name], tensor) for name, tensor in exported.items()
+            ), job

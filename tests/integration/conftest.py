@@ -21,7 +21,9 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder of all small models, with NUM_LAYERS layers if the module says so."""
     from support.fakes import parity_models
 

@@ -37,9 +37,13 @@ class Kind:
         pytest.param(Kind(packs=True), id="packed"),
         pytest.param(Kind(packs=False), id="plain"),
         pytest.param(
-            Kind(packs=False, tensor_parallel=2), id="two-workers", marks=pytest.mark.slow
+            Kind(packs=False, tensor_parallel=2),
+            id="two-workers",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(Kind(packs=False, stages=2), id="two-stages", marks=pytest.mark.slow),
+        pytest.param(
+            Kind(packs=False, stages=2), id="two-stages", marks=pytest.mark.slow
+        ),
     ],
 )
 async def rig(
@@ -48,7 +52,9 @@ async def rig(
     """One engine of each kind."""
     kind: Kind = request.param
     folder = make_model_folder(
-        tmp_path_factory.mktemp("model"), num_key_value_heads=2, tie_word_embeddings=True
+        tmp_path_factory.mktemp("model"),
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
     )
     lora = {"rank": RANK, "alpha": 7.0, "publish": "adapters"}
     server = {
@@ -91,11 +97,15 @@ async def test_the_engine_computes_with_what_came_last(rig: Rig) -> None:
     assert await rig.gap(rig.base, first) < 1e-4
 
 
-async def test_replies_go_on_with_new_adapters_and_say_where_these_began(rig: Rig) -> None:
+async def test_replies_go_on_with_new_adapters_and_say_where_these_began(
+    rig: Rig,
+) -> None:
     await rig.publish(rig.base, adapters_for(rig.base, 1))
     before = rig.engine.requests.use().generated_tokens
     replies = [
-        asyncio.create_task(rig.engine.requests.generate(f"r{n}", SEQUENCE, SAMPLING, 200))
+        asyncio.create_task(
+            rig.engine.requests.generate(f"r{n}", SEQUENCE, SAMPLING, 200)
+        )
         for n in range(8)
     ]
     await until_generated(rig.engine, before + 64, replies)
@@ -108,7 +118,9 @@ async def test_replies_go_on_with_new_adapters_and_say_where_these_began(rig: Ri
         assert len(reply.version_spans) == 2
         assert 0 < new < len(reply.token_ids)
         tokens = SEQUENCE + reply.token_ids.tolist()
-        gaps = np.abs(rig.expected(rig.base, second, tokens)[-new:] - reply.logprobs[-new:])
+        gaps = np.abs(
+            rig.expected(rig.base, second, tokens)[-new:] - reply.logprobs[-new:]
+        )
         assert gaps.mean() < 1e-4
 
 
@@ -134,7 +146,10 @@ async def test_the_start_replies_beside_the_adapters(rig: Rig) -> None:
         *(generate(f"policy{n}", prompt, SAMPLING, 60) for n in range(2)),
     )
     # No prefix that the other one has cached is taken either.
-    later = await generate("start", prompt, by_start, 60), await generate("p", prompt, SAMPLING, 60)
+    later = (
+        await generate("start", prompt, by_start, 60),
+        await generate("p", prompt, SAMPLING, 60),
+    )
     by_adapters = [{}, {}, first, first, {}, first]
     for reply, adapters in zip((*replies, *later), by_adapters, strict=True):
         tokens = prompt + reply.token_ids.tolist()
@@ -147,25 +162,44 @@ async def test_the_start_replies_beside_the_adapters(rig: Rig) -> None:
 async def test_no_cached_prefix_crosses_adapters(rig: Rig) -> None:
     await rig.publish(rig.base, adapters_for(rig.base, 1))
     prompt = [(3 * n) % 20 + 4 for n in range(200)]
-    cached = [(await rig.engine.requests.generate(f"c{n}", prompt, SAMPLING, 2)) for n in range(2)]
+    cached = [
+        (await rig.engine.requests.generate(f"c{n}", prompt, SAMPLING, 2))
+        for n in range(2)
+    ]
     assert cached[1].cached_tokens > 0
     await rig.publish({}, adapters_for(rig.base, 2))
-    assert (await rig.engine.requests.generate("c2", prompt, SAMPLING, 2)).cached_tokens == 0
+    assert (
+        await rig.engine.requests.generate("c2", prompt, SAMPLING, 2)
+    ).cached_tokens == 0
 
 
-async def test_adapters_that_do_not_fit_are_refused_and_the_next_ones_are_not(rig: Rig) -> None:
+async def test_adapters_that_do_not_fit_are_refused_and_the_next_ones_are_not(
+    rig: Rig,
+) -> None:
     good = adapters_for(rig.base, 1)
     await rig.publish(rig.base, good)
-    missing = {name: tensor for name, tensor in good.items() if "layers.1.mlp.up_proj" not in name}
-    half = {name: tensor for name, tensor in good.items() if "1.mlp.up_proj.lora_B" not in name}
+    missing = {
+        name: tensor
+        for name, tensor in good.items()
+        if "layers.1.mlp.up_proj" not in name
+    }
+    half = {
+        name: tensor
+        for name, tensor in good.items()
+        if "1.mlp.up_proj.lora_B" not in name
+    }
     for wrong in (missing, half):
-        with pytest.raises(WeightSyncError, match=r"do not fit, model.layers.1.mlp.up_proj"):
+        with pytest.raises(
+            WeightSyncError, match=r"do not fit, model.layers.1.mlp.up_proj"
+        ):
             await rig.publish({}, wrong)
     large = {
         name: tensor.repeat(3, 1) if "lora_A" in name else tensor.repeat(1, 3)
         for name, tensor in good.items()
     }
-    with pytest.raises(WeightSyncError, match="rank 12 arrived, the engine has room for 8"):
+    with pytest.raises(
+        WeightSyncError, match="rank 12 arrived, the engine has room for 8"
+    ):
         await rig.publish({}, large)
     second = adapters_for(rig.base, 2)
     await rig.publish({}, second)
@@ -183,7 +217,9 @@ async def test_adapters_of_which_not_all_arrive_are_sent_again(rig: Rig) -> None
     assert await rig.gap(rig.base, third) < 1e-4
 
 
-async def test_after_half_a_set_of_matrices_adapters_alone_are_refused(rig: Rig) -> None:
+async def test_after_half_a_set_of_matrices_adapters_alone_are_refused(
+    rig: Rig,
+) -> None:
     adapters = adapters_for(rig.base, 1)
     await rig.publish(rig.base, adapters)
     with pytest.raises(WeightSyncError, match="did not arrive"):

@@ -78,8 +78,12 @@ class NotedRequests:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._requests, name)
 
-    async def stream(self, request_id, prompt, *arguments, **options) -> AsyncIterator[TextPart]:
-        async for part in self._requests.stream(request_id, prompt, *arguments, **options):
+    async def stream(
+        self, request_id, prompt, *arguments, **options
+    ) -> AsyncIterator[TextPart]:
+        async for part in self._requests.stream(
+            request_id, prompt, *arguments, **options
+        ):
             if (end := part.generation) is not None:
                 tokens = end.token_ids.tolist()
                 logprobs = end.logprobs.tolist()
@@ -104,7 +108,9 @@ async def parts_of(engine, name: str, sampling=ENDLESS, **options):
     ]
     end: Generation = parts[-1].generation
     assert all(part.generation is None for part in parts[:-1])
-    assert [token for part in parts for token in part.token_ids] == end.token_ids.tolist()
+    assert [
+        token for part in parts for token in part.token_ids
+    ] == end.token_ids.tolist()
     return parts, end
 
 
@@ -118,7 +124,9 @@ async def test_the_application_adds_no_process_and_no_port(served) -> None:
 @pytest.mark.parametrize("is_streamed", [False, True])
 async def test_parts_hold_what_generate_returns(served, is_streamed) -> None:
     greedy = dataclasses.replace(ENDLESS, temperature=0.0)
-    generation = await served.engine.requests.generate(f"whole{is_streamed}", PROMPT, greedy, 70)
+    generation = await served.engine.requests.generate(
+        f"whole{is_streamed}", PROMPT, greedy, 70
+    )
     parts, end = await parts_of(
         served.engine, f"parts{is_streamed}", greedy, is_streamed=is_streamed
     )
@@ -126,39 +134,67 @@ async def test_parts_hold_what_generate_returns(served, is_streamed) -> None:
     assert "".join(part.text for part in parts) == text
     assert end.token_ids.tolist() == generation.token_ids.tolist()
     assert np.abs(end.logprobs - generation.logprobs).max() < 1e-5
-    assert end.version_spans == generation.version_spans == (VersionSpan(70, PolicyVersion(0, 0)),)
+    assert (
+        end.version_spans
+        == generation.version_spans
+        == (VersionSpan(70, PolicyVersion(0, 0)),)
+    )
     assert end.finish_reason is FinishReason.LENGTH
     # A reader that is late finds two parts as one.
     assert 2 <= len(parts) <= 3 if is_streamed else len(parts) == 1
-    expected = served.reference.logprobs(served.weights, PROMPT + end.token_ids.tolist())
+    expected = served.reference.logprobs(
+        served.weights, PROMPT + end.token_ids.tolist()
+    )
     sampled = dataclasses.replace(ENDLESS, temperature=1.0)
-    _, end = await parts_of(served.engine, f"t1{is_streamed}", sampled, is_streamed=is_streamed)
-    expected = served.reference.logprobs(served.weights, PROMPT + end.token_ids.tolist())
+    _, end = await parts_of(
+        served.engine, f"t1{is_streamed}", sampled, is_streamed=is_streamed
+    )
+    expected = served.reference.logprobs(
+        served.weights, PROMPT + end.token_ids.tolist()
+    )
     assert np.abs(expected[len(PROMPT) - 1 :] - end.logprobs).max() < 1e-3
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_more_logprobs_change_nothing_that_is_recorded(served, is_streamed) -> None:
+async def test_more_logprobs_change_nothing_that_is_recorded(
+    served, is_streamed
+) -> None:
     parts, end = await parts_of(
-        served.engine, f"top{is_streamed}", is_streamed=is_streamed, num_logprobs=3, seed=4
+        served.engine,
+        f"top{is_streamed}",
+        is_streamed=is_streamed,
+        num_logprobs=3,
+        seed=4,
     )
     _, plain = await parts_of(served.engine, f"none{is_streamed}", seed=4)
     assert end.token_ids.tolist() == plain.token_ids.tolist()
     assert np.abs(end.logprobs - plain.logprobs).max() < 1e-5
-    top_logprobs = [part.top_logprobs[n] for part in parts for n in range(len(part.token_ids))]
+    top_logprobs = [
+        part.top_logprobs[n] for part in parts for n in range(len(part.token_ids))
+    ]
     assert [len(tops) in (3, 4) for tops in top_logprobs] == [True] * 70
-    for token, value, tops in zip(end.token_ids.tolist(), end.logprobs, top_logprobs, strict=True):
+    for token, value, tops in zip(
+        end.token_ids.tolist(), end.logprobs, top_logprobs, strict=True
+    ):
         assert abs(tops[token].logprob - value) < 1e-5
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_stop_text_ends_a_reply_and_the_tokens_add_up(served, is_streamed) -> None:
+async def test_a_stop_text_ends_a_reply_and_the_tokens_add_up(
+    served, is_streamed
+) -> None:
     greedy = dataclasses.replace(ENDLESS, temperature=0.0)
     _, endless = await parts_of(served.engine, f"endless{is_streamed}", greedy)
     text = served.engine.llm.get_tokenizer().decode(endless.token_ids.tolist())
-    stop = next(letter for letter in text[5:] if letter.isascii() and letter.isprintable())
+    stop = next(
+        letter for letter in text[5:] if letter.isascii() and letter.isprintable()
+    )
     parts, end = await parts_of(
-        served.engine, f"stop{is_streamed}", greedy, is_streamed=is_streamed, stop=(stop,)
+        served.engine,
+        f"stop{is_streamed}",
+        greedy,
+        is_streamed=is_streamed,
+        stop=(stop,),
     )
     assert end.finish_reason is FinishReason.STOP
     assert parts[-1].stop_reason == stop
@@ -210,12 +246,19 @@ async def test_an_agents_conversation_is_recorded_bit_for_bit(served, stream) ->
             request = {"model": "m", "messages": messages, "max_tokens": 40}
             if stream:
                 text = ""
-                async for chunk in await client.chat.completions.create(**request, stream=True):
-                    text += "".join(choice.delta.content or "" for choice in chunk.choices)
+                async for chunk in await client.chat.completions.create(
+                    **request, stream=True
+                ):
+                    text += "".join(
+                        choice.delta.content or "" for choice in chunk.choices
+                    )
             else:
                 answer = await client.chat.completions.create(**request)
                 text = answer.choices[0].message.content
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": "on"},
+            ]
 
     async with asyncio.timeout(120):
         await asyncio.gather(*(talk(number) for number in range(8)))
@@ -224,17 +267,23 @@ async def test_an_agents_conversation_is_recorded_bit_for_bit(served, stream) ->
     assert rig.runs() == [3] * 8
     for branch in rig.recorder.conversations.branches:
         expected = served.reference.logprobs(served.weights, branch.token_ids)
-        flags = np.repeat(np.arange(len(branch.run_lengths)) % 2 == 1, branch.run_lengths)[1:]
+        flags = np.repeat(
+            np.arange(len(branch.run_lengths)) % 2 == 1, branch.run_lengths
+        )[1:]
         assert (
             np.abs(
                 expected[flags]
-                - np.concatenate([reply["behavior_logprobs"] for reply in branch.sampled])
+                - np.concatenate(
+                    [reply["behavior_logprobs"] for reply in branch.sampled]
+                )
             ).max()
             < 1e-3
         )
 
 
-async def test_a_conversation_finds_as_much_in_the_prefix_cache_as_an_environments(served) -> None:
+async def test_a_conversation_finds_as_much_in_the_prefix_cache_as_an_environments(
+    served,
+) -> None:
     rig = served.rig
     rig.begin(ENDLESS)
     messages: list[Any] = [{"role": "user", "content": "question " * 10}]
@@ -253,14 +302,18 @@ async def test_a_conversation_finds_as_much_in_the_prefix_cache_as_an_environmen
             f"native{turn}", prompt, ENDLESS, len(sample.tokens)
         )
         cached.append(reply.cached_tokens)
-        following = agents[turn + 1].prompt[len(sample.prompt) + 90 :] if turn < 4 else []
+        following = (
+            agents[turn + 1].prompt[len(sample.prompt) + 90 :] if turn < 4 else []
+        )
         prompt += [*reply.token_ids.tolist(), *following]
     assert [sample.cached_tokens for sample in agents] == cached
     assert cached[0] == 0
     assert cached[-1] >= 256
 
 
-async def test_logprobs_that_a_client_asks_for_are_those_that_are_recorded(served) -> None:
+async def test_logprobs_that_a_client_asks_for_are_those_that_are_recorded(
+    served,
+) -> None:
     rig = served.rig
     rig.begin()
     answer = await rig.openai().chat.completions.create(
@@ -274,10 +327,13 @@ async def test_logprobs_that_a_client_asks_for_are_those_that_are_recorded(serve
     (branch,) = rig.recorder.conversations.branches
     assert (
         np.abs(
-            np.concatenate([reply["behavior_logprobs"] for reply in branch.sampled]) - logprobs
+            np.concatenate([reply["behavior_logprobs"] for reply in branch.sampled])
+            - logprobs
         ).max()
         < 1e-5
     )
-    assert all(len(token.top_logprobs) >= 2 for token in answer.choices[0].logprobs.content)
+    assert all(
+        len(token.top_logprobs) >= 2 for token in answer.choices[0].logprobs.content
+    )
     await rig.closed()
     rig.check()

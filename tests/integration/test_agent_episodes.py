@@ -19,8 +19,12 @@ AGENTS += ("Stranger", "Miscounting", "Overpaid")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[EpisodeServer]:
-    config = agent_config(make_chat_model(tmp_path_factory.mktemp("model"), with_weights=False))
+async def server(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> AsyncIterator[EpisodeServer]:
+    config = agent_config(
+        make_chat_model(tmp_path_factory.mktemp("model"), with_weights=False)
+    )
     engine = scripted_engine(config, script)
     logs = tmp_path_factory.mktemp("logs")
     async with serving(config, engine, logs) as server:
@@ -35,7 +39,9 @@ async def ledger(server: EpisodeServer) -> AsyncIterator[None]:
     await server.check_ledger()
 
 
-async def test_an_agent_with_tools_and_a_reviewer_becomes_one_trajectory(server) -> None:
+async def test_an_agent_with_tools_and_a_reviewer_becomes_one_trajectory(
+    server,
+) -> None:
     server.engine.samples.clear()
     (trajectory,) = await server.run("ToolAgent")
     assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
@@ -61,7 +67,9 @@ async def test_an_agent_has_many_replies_where_the_settings_say_nothing(server) 
     assert trajectory.reply_text.strip()
 
 
-async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(server) -> None:
+async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(
+    server,
+) -> None:
     (trajectory,) = await server.run("RewardingAgent")
     assert (trajectory.reward, trajectory.failure) == (15.5, None)
     reviewer = Branch(2, name="reviewer", reward=48.0)
@@ -72,12 +80,17 @@ async def test_rewards_of_replies_stand_at_their_tokens_whatever_api_gave_them(s
     assert np.flatnonzero(trajectory.token_rewards).tolist() == ends
 
 
-async def test_rewards_of_no_reply_too_many_tokens_or_a_large_sum_fail_their_episode(server):
+async def test_rewards_of_no_reply_too_many_tokens_or_a_large_sum_fail_their_episode(
+    server,
+):
     (stranger,) = await server.run("StrangerAgent", max_attempts=1)
     message = "reply_rewards names no reply of the episode: 'chatcmpl-nobody'"
     assert stranger.failure == Failure(FailureKind.ENVIRONMENT, message)
     (overpaid,) = await server.run("OverpaidAgent", max_attempts=1)
-    assert "rewards of an episode add up to 1.00002e+06, which must" in overpaid.failure.message
+    assert (
+        "rewards of an episode add up to 1.00002e+06, which must"
+        in overpaid.failure.message
+    )
     (miscounting,) = await server.run("MiscountingAgent", max_attempts=1)
     size = miscounting.num_sampled_tokens
     assert miscounting.failure.message.endswith(
@@ -116,7 +129,9 @@ async def test_an_agent_that_raises_fails_with_its_words(server) -> None:
     assert "task 3 is bad" in second.failure.message
 
 
-async def test_an_episode_that_reached_a_limit_is_truncated_and_keeps_its_reward(server) -> None:
+async def test_an_episode_that_reached_a_limit_is_truncated_and_keeps_its_reward(
+    server,
+) -> None:
     (trajectory,) = await server.run("GreedyAgent")
     assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED, 1.0)
     assert all(
@@ -125,7 +140,9 @@ async def test_an_episode_that_reached_a_limit_is_truncated_and_keeps_its_reward
     )
 
 
-async def test_a_cancelled_lease_ends_open_calls_and_keeps_what_was_sampled(server) -> None:
+async def test_a_cancelled_lease_ends_open_calls_and_keeps_what_was_sampled(
+    server,
+) -> None:
     server.engine.may_end.clear()
     group = server.lease("ToolAgent")
     await until(lambda: server.engine.num_open)

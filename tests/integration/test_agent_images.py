@@ -117,10 +117,17 @@ async def test_another_branch_keeps_the_images_that_it_has_read(rig: AgentRig) -
 
 
 async def test_the_other_apis_show_images_too(rig: AgentRig) -> None:
-    source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(RED).decode()}
+    source = {
+        "type": "base64",
+        "media_type": "image/png",
+        "data": base64.b64encode(RED).decode(),
+    }
     content = [{"type": "image", "source": source}, {"type": "text", "text": "colour"}]
     answer = await ask(
-        rig, "/v1/messages", max_tokens=5, messages=[{"role": "user", "content": content}]
+        rig,
+        "/v1/messages",
+        max_tokens=5,
+        messages=[{"role": "user", "content": content}],
     )
     assert answer.status_code == 200, answer.text
     items = [
@@ -134,7 +141,9 @@ async def test_the_other_apis_show_images_too(rig: AgentRig) -> None:
     ]
     answer = await ask(rig, "/v1/responses", input=items)
     assert answer.status_code == 200, answer.text
-    assert [[image.data for image in samples.images] for samples in rig.engine.samples] == [
+    assert [
+        [image.data for image in samples.images] for samples in rig.engine.samples
+    ] == [
         [RED],
         [BLUE],
     ]
@@ -154,7 +163,9 @@ async def test_the_other_apis_show_images_too(rig: AgentRig) -> None:
          "must be text or images"),
     ],
 )  # fmt: skip
-async def test_images_that_cannot_be_taken_are_400(rig: AgentRig, messages, said: str) -> None:
+async def test_images_that_cannot_be_taken_are_400(
+    rig: AgentRig, messages, said: str
+) -> None:
     answer = await ask(rig, "/v1/chat/completions", messages=messages)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]

@@ -62,7 +62,9 @@ def sampled_once(server: EpisodeServer, trajectory: Trajectory) -> bool:
     return sorted(recorded(trajectory)) == sorted(server.samples())
 
 
-async def test_a_program_whose_worker_is_killed_goes_on_at_its_next_call(server) -> None:
+async def test_a_program_whose_worker_is_killed_goes_on_at_its_next_call(
+    server,
+) -> None:
     failed, ended = await server.run("TurnsAgent", max_attempts=2)
     assert failed.failure.kind is FailureKind.ENVIRONMENT
     assert "SIGKILL" in failed.failure.message
@@ -79,7 +81,9 @@ async def test_a_program_whose_worker_is_killed_goes_on_at_its_next_call(server)
     assert recovered_logprobs.tolist() == failed.behavior_logprobs.tolist()
 
 
-async def test_streams_of_all_apis_are_told_again_in_the_same_bytes(server, marks: Path) -> None:
+async def test_streams_of_all_apis_are_told_again_in_the_same_bytes(
+    server, marks: Path
+) -> None:
     failed, ended = await server.run("StreamingAgent", max_attempts=2)
     assert (ended.status, ended.num_turns) == (Status.COMPLETED, TURNS)
     assert sampled_once(server, ended)
@@ -109,7 +113,9 @@ async def test_calls_that_are_open_together_are_found_by_what_they_ask(server) -
     assert failed.num_turns - num_recovered == num_again
 
 
-async def test_a_program_that_asks_something_else_leaves_what_was_behind_it(server) -> None:
+async def test_a_program_that_asks_something_else_leaves_what_was_behind_it(
+    server,
+) -> None:
     failed, ended = await server.run("DivergingAgent", max_attempts=2)
     assert (failed.num_turns, ended.num_turns) == (3, TURNS)
     assert ended.metrics["recovered_calls"] == 2
@@ -146,7 +152,9 @@ def lease_again(server: EpisodeServer, group: str, environment: str) -> None:
     )
 
 
-async def test_the_next_epoch_answers_what_a_lost_one_has_kept(server, marks: Path) -> None:
+async def test_the_next_epoch_answers_what_a_lost_one_has_kept(
+    server, marks: Path
+) -> None:
     group = server.lease("WaitingAgent")
     calls = server.fleet.calls
     await until(
@@ -176,7 +184,9 @@ async def test_the_next_epoch_answers_what_a_lost_one_has_kept(server, marks: Pa
     ]
 
 
-async def test_a_reply_that_no_controller_could_take_is_kept_at_the_next_join(server, marks):
+async def test_a_reply_that_no_controller_could_take_is_kept_at_the_next_join(
+    server, marks
+):
     server.fleet.takes_calls.clear()
     group = server.lease("WaitingAgent")
     await until(lambda: len(server.engine.samples) == 1)
@@ -202,7 +212,9 @@ async def test_a_reply_that_no_controller_could_take_is_kept_at_the_next_join(se
 
 async def test_episodes_of_an_evaluation_are_not_kept(server, marks: Path) -> None:
     (marks / "go").touch()
-    group = server.lease("WaitingAgent", purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
+    group = server.lease(
+        "WaitingAgent", purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION
+    )
     (ended,) = await server.ended(group)
     assert ended.status is Status.COMPLETED
     assert (group, 0) not in server.fleet.calls

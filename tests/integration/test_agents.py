@@ -59,7 +59,9 @@ async def rig(shared: AgentRig) -> AsyncIterator[AgentRig]:
     shared.check()
 
 
-async def chat(rig: AgentRig, messages: list, *, stream: bool = False, branch: str = "", **options):
+async def chat(
+    rig: AgentRig, messages: list, *, stream: bool = False, branch: str = "", **options
+):
     """One call; returns the message as the SDK gives it, for `messages`."""
     client = rig.openai(branch)
     request = {"model": "gpt-4o", "messages": messages, **options}
@@ -107,15 +109,22 @@ async def test_a_chunk_has_a_part_of_the_text_or_of_one_call(tmp_path: Path) -> 
     assert "".join(part.content or "" for part in parts) == "I call."
     texts = ["", ""]
     for call in [call for part in parts for call in part.tool_calls or ()]:
-        texts[call.index] += (call.function.name or "") + (call.function.arguments or "")
+        texts[call.index] += (call.function.name or "") + (
+            call.function.arguments or ""
+        )
     assert texts == ['add{"a": 1}', 'add{"a": 2}']
-    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == [
+        "tool_calls"
+    ]
     assert choices[-1].finish_reason == "tool_calls"
 
 
 @pytest.mark.parametrize("streams", [(0, 0, 0), (1, 1, 1), (0, 1, 0), (1, 0, 1)])
 async def test_tools_in_several_turns_are_one_branch(rig, streams) -> None:
-    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "call 1 2"}]
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "call 1 2"},
+    ]
     for stream in streams:
         message = await chat(rig, messages, stream=bool(stream), tools=TOOLS)
         messages.append(message)
@@ -124,7 +133,9 @@ async def test_tools_in_several_turns_are_one_branch(rig, streams) -> None:
             {"role": "tool", "tool_call_id": call["id"], "content": f"call {n}"}
             for n, call in enumerate(calls)
         ]
-    assert [len(m.get("tool_calls") or []) for m in messages if m["role"] == "assistant"] == [
+    assert [
+        len(m.get("tool_calls") or []) for m in messages if m["role"] == "assistant"
+    ] == [
         2,
         1,
         1,
@@ -145,7 +156,11 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) 
         (use,) = [block for block in blocks if block["type"] == "tool_use"]
         assert use["input"] == {"a": 4 + turn}
         assert (len(blocks), blocks[-1]) == (1 if word == "space" else 2, use)
-        result = {"type": "tool_result", "tool_use_id": use["id"], "content": f"{word} {5 + turn}"}
+        result = {
+            "type": "tool_result",
+            "tool_use_id": use["id"],
+            "content": f"{word} {5 + turn}",
+        }
         messages += [
             {"role": "assistant", "content": blocks},
             {"role": "user", "content": [result]},
@@ -154,7 +169,9 @@ async def test_anthropics_messages_with_tools_are_one_branch(rig, stream, word) 
 
 
 @pytest.mark.parametrize("max_tokens", range(30, 60, 10))
-async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max_tokens) -> None:
+async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(
+    rig, max_tokens
+) -> None:
     """Its arguments are no JSON then."""
     messages = [{"role": "user", "content": "call 12345678"}]
     request = {"model": "claude", "messages": messages, "tools": SCHEMA_TOOLS}
@@ -168,7 +185,9 @@ async def test_a_call_of_a_tool_that_is_cut_off_does_not_stop_its_agent(rig, max
 
 
 @pytest.mark.parametrize("tool_parser", ["hermes", "qwen3_coder"])
-async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(tmp_path, tool_parser):
+async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(
+    tmp_path, tool_parser
+):
     """The parser of calls has no part in it, streamed or not, in any API."""
     call = "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>"
     text = f"I call. <tool_call>\n{call}\n</tool_call>"
@@ -181,7 +200,9 @@ async def test_a_reply_to_a_request_without_tools_keeps_its_whole_text(tmp_path,
     auto = {"tool_choice": {"type": "auto"}}
     for choice, messages, items in (none, ({}, {}, {}), ({}, auto, {})):
         for stream in (False, True):
-            assert (await chat(rig, [QUESTION], stream=stream, **choice))["content"] == text
+            assert (await chat(rig, [QUESTION], stream=stream, **choice))[
+                "content"
+            ] == text
             (block,) = (await send(rig, [QUESTION], stream=stream, **messages)).content
             assert block.text == text
             answer = await respond(rig, stream=stream, input=[QUESTION], **items)
@@ -201,7 +222,11 @@ async def test_responses_with_tools_are_one_branch(rig, stream) -> None:
         for item in items:
             item.pop("parsed_arguments", None)
         items.append(
-            {"type": "function_call_output", "call_id": call.call_id, "output": f"call {5 + turn}"}
+            {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": f"call {5 + turn}",
+            }
         )
     assert rig.runs() == [3]
 
@@ -211,7 +236,11 @@ async def test_calls_at_the_same_time_have_branches_of_their_own(rig) -> None:
     rig.engine.may_end.clear()
     calls = [
         asyncio.create_task(
-            chat(rig, [QUESTION, first, {"role": "user", "content": f"w{n}"}], stream=n % 2 == 0)
+            chat(
+                rig,
+                [QUESTION, first, {"role": "user", "content": f"w{n}"}],
+                stream=n % 2 == 0,
+            )
         )
         for n in range(6)
     ]
@@ -221,10 +250,13 @@ async def test_calls_at_the_same_time_have_branches_of_their_own(rig) -> None:
         assert f"'w{n}'" in message["content"]
     assert sorted(rig.runs()) == [1, 1, 1, 1, 1, 2]
     # All of them begin with the first reply's tokens.
-    first_branch = max(rig.recorder.conversations.branches, key=lambda b: len(b.run_lengths))
+    first_branch = max(
+        rig.recorder.conversations.branches, key=lambda b: len(b.run_lengths)
+    )
     token_ids = first_branch.token_ids[: sum(first_branch.run_lengths[:2])]
     assert all(
-        b.token_ids[: len(token_ids)] == token_ids for b in rig.recorder.conversations.branches
+        b.token_ids[: len(token_ids)] == token_ids
+        for b in rig.recorder.conversations.branches
     )
 
 
@@ -245,7 +277,11 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
     )
     (sample,) = rig.engine.samples
     assert sample.sampling == SAMPLING
-    assert (sample.max_tokens, sample.options.stop, sample.options.seed) == (300, ("said",), 5)
+    assert (sample.max_tokens, sample.options.stop, sample.options.seed) == (
+        300,
+        ("said",),
+        5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,7 +292,11 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
             {"functions": [{"name": "f"}], "verbosity": "low"},
             "functions verbosity",
         ),
-        ("chat/completions", {"reasoning_effort": "none", "user": "u", "service_tier": "flex"}, ""),
+        (
+            "chat/completions",
+            {"reasoning_effort": "none", "user": "u", "service_tier": "flex"},
+            "",
+        ),
         ("chat/completions", {"documents": [{"text": "a"}]}, "documents"),
         ("messages", {"max_tokens": 9, "thinking": {"type": "disabled"}}, ""),
         ("chat/completions", {"return_prompt_text": True}, "return_prompt_text"),
@@ -272,21 +312,36 @@ async def test_the_runs_sampling_holds_and_the_answer_says_so(rig) -> None:
         ),
         ("chat/completions", {"guided_jsn": {"type": "object"}}, "guided_jsn"),
         ("responses", {"input": "hi", "max_tokens": 5}, "messages max_tokens"),
-        ("messages", {"max_tokens": 9, "stop": ["x"], "thread": {"type": "create"}}, "stop thread"),
         (
             "messages",
-            {"max_tokens": 2000, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+            {"max_tokens": 9, "stop": ["x"], "thread": {"type": "create"}},
+            "stop thread",
+        ),
+        (
+            "messages",
+            {
+                "max_tokens": 2000,
+                "thinking": {"type": "enabled", "budget_tokens": 1024},
+            },
             "thinking.budget_tokens",
         ),
         (
             "messages",
-            {"max_tokens": 9, "messages": [QUESTION, {"role": "assistant", "content": "I"}]},
+            {
+                "max_tokens": 9,
+                "messages": [QUESTION, {"role": "assistant", "content": "I"}],
+            },
             "prefill",
         ),
         ("chat/completions", {"echo": True}, "echo"),
         (
             "chat/completions",
-            {"chat_template_kwargs": {"continue_final_message": True, "enable_thinking": False}},
+            {
+                "chat_template_kwargs": {
+                    "continue_final_message": True,
+                    "enable_thinking": False,
+                }
+            },
             "chat_template_kwargs.continue_final_message",
         ),
     ],
@@ -352,7 +407,10 @@ async def test_a_reply_at_a_length_ends_so_and_can_be_continued(rig) -> None:
     await chat(rig, [QUESTION, message, {"role": "user", "content": "go on"}])
     (branch,) = rig.recorder.conversations.branches
     text = rig.engine.tokenizer.decode(branch.token_ids)
-    assert "You s<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n" in text
+    assert (
+        "You s<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+        in text
+    )
 
 
 @pytest.mark.parametrize("streams", [(0, 0, 0), (1, 1, 1), (0, 1, 0)])
@@ -360,18 +418,26 @@ async def test_a_previous_response_is_continued_by_its_id(rig, streams) -> None:
     previous: dict[str, str] = {}
     new: Any = "call 4"
     for stream in streams:
-        answer = await respond(rig, stream=bool(stream), tools=ITEM_TOOLS, input=new, **previous)
+        answer = await respond(
+            rig, stream=bool(stream), tools=ITEM_TOOLS, input=new, **previous
+        )
         previous = {"previous_response_id": answer.id}
         calls = [item for item in answer.output if item.type == "function_call"]
         new = [
-            {"type": "function_call_output", "call_id": call.call_id, "output": f"call {n}"}
+            {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": f"call {n}",
+            }
             for n, call in enumerate(calls)
         ]
     assert rig.runs() == [3]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream) -> None:
+async def test_items_of_earlier_responses_may_be_named_by_their_ids(
+    rig, stream
+) -> None:
     """The AI SDK of Vercel does so, unless it is told to store nothing."""
     client = rig.openai()
     request = {"model": "m", "tools": ITEM_TOOLS}
@@ -381,7 +447,9 @@ async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream)
             events = await client.responses.create(**request, input=items, stream=True)
             all_events = [event async for event in events]
             output = [
-                event.item for event in all_events if event.type == "response.output_item.done"
+                event.item
+                for event in all_events
+                if event.type == "response.output_item.done"
             ]
         else:
             output = (await client.responses.create(**request, input=items)).output
@@ -390,7 +458,9 @@ async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream)
         result = {"type": "function_call_output", "call_id": call.call_id}
         items.append({**result, "output": f"call {5 + turn}"})
     assert rig.runs() == [3]
-    with pytest.raises(openai.BadRequestError, match="Item with id 'fc_other' not found") as raised:
+    with pytest.raises(
+        openai.BadRequestError, match="Item with id 'fc_other' not found"
+    ) as raised:
         await client.responses.create(
             **request, input=[*items, {"type": "item_reference", "id": "fc_other"}]
         )
@@ -399,7 +469,9 @@ async def test_items_of_earlier_responses_may_be_named_by_their_ids(rig, stream)
 
 @pytest.mark.parametrize("tools", [[], ITEM_TOOLS])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_empty_reply_is_a_message_with_an_empty_text(rig, stream, tools) -> None:
+async def test_an_empty_reply_is_a_message_with_an_empty_text(
+    rig, stream, tools
+) -> None:
     items: list = [{"role": "user", "content": "nothing"}]
     request = {"tools": tools, "input": items}
     if stream:
@@ -420,9 +492,16 @@ async def test_an_empty_reply_is_a_message_with_an_empty_text(rig, stream, tools
     assert rig.runs() == [2, 1]
 
 
-async def test_parts_of_messages_that_vllm_would_drop_or_fail_at_are_refused(rig) -> None:
+async def test_parts_of_messages_that_vllm_would_drop_or_fail_at_are_refused(
+    rig,
+) -> None:
     text = {"type": "output_text", "text": "yes", "annotations": []}
-    message = {"type": "message", "id": "msg_a", "role": "assistant", "status": "completed"}
+    message = {
+        "type": "message",
+        "id": "msg_a",
+        "role": "assistant",
+        "status": "completed",
+    }
     for content in ([], [{"type": "refusal", "refusal": "no"}], [text, text]):
         request = {"model": "m", "input": [{**message, "content": content}, QUESTION]}
         answer = await rig.http().post("/v1/responses", json=request)
@@ -434,7 +513,9 @@ async def test_parts_of_messages_that_vllm_would_drop_or_fail_at_are_refused(rig
 
 @pytest.mark.parametrize("limit", [1, 46])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_response_that_was_cut_off_is_a_previous_response_too(rig, stream, limit) -> None:
+async def test_a_response_that_was_cut_off_is_a_previous_response_too(
+    rig, stream, limit
+) -> None:
     """Behind 46 tokens the arguments of a call are no JSON."""
     request = {"tools": ITEM_TOOLS, "max_output_tokens": limit}
     first = await respond(rig, stream=stream, **request, input="call 12345678")
@@ -455,21 +536,27 @@ async def test_a_previous_response_is_the_one_of_that_id_among_equal_ones(rig) -
     again = rig.engine.samples[-1]
     assert continued.prompt == again.prompt
     branches = rig.recorder.conversations.branches
-    assert [branch.sampled[0]["behavior_logprobs"].tolist() for branch in branches[:2]] == [
-        pytest.approx(rig.engine.samples[n].logprobs) for n in (0, 1)
-    ]
-    assert branches[1].sampled[1]["behavior_logprobs"].tolist() == pytest.approx(continued.logprobs)
+    assert [
+        branch.sampled[0]["behavior_logprobs"].tolist() for branch in branches[:2]
+    ] == [pytest.approx(rig.engine.samples[n].logprobs) for n in (0, 1)]
+    assert branches[1].sampled[1]["behavior_logprobs"].tolist() == pytest.approx(
+        continued.logprobs
+    )
 
 
 async def test_instructions_are_not_carried_over_from_a_previous_response(rig) -> None:
     first = await respond(rig, input="hi", instructions="Be short.")
     for words in ("Be short.", "Be long."):
-        await respond(rig, input="more", instructions=words, previous_response_id=first.id)
+        await respond(
+            rig, input="more", instructions=words, previous_response_id=first.id
+        )
     assert rig.runs() == [2, 1]
 
 
 @pytest.mark.parametrize("kind", ["never", "not stored", "of another episode"])
-async def test_a_previous_response_that_is_not_known_is_openais_error(rig, kind) -> None:
+async def test_a_previous_response_that_is_not_known_is_openais_error(
+    rig, kind
+) -> None:
     previous = "resp_0"
     if kind != "never":
         answer = await respond(rig, input="hi", store=kind == "of another episode")
@@ -489,7 +576,9 @@ async def test_a_previous_response_that_is_not_known_is_openais_error(rig, kind)
 
 
 @pytest.mark.parametrize("kind", ["chat", "anthropic", "responses"])
-async def test_a_prompt_beyond_the_limit_is_the_error_that_clients_know(rig, kind) -> None:
+async def test_a_prompt_beyond_the_limit_is_the_error_that_clients_know(
+    rig, kind
+) -> None:
     import anthropic
 
     long = "x" * 4000
@@ -509,7 +598,9 @@ async def test_a_prompt_beyond_the_limit_is_the_error_that_clients_know(rig, kin
 
 
 @pytest.mark.parametrize("length", [150_000, 5_000_000])
-async def test_a_text_far_beyond_the_limit_is_refused_before_it_is_read(rig, length) -> None:
+async def test_a_text_far_beyond_the_limit_is_refused_before_it_is_read(
+    rig, length
+) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         await chat(rig, [{"role": "user", "content": "x" * length}])
     assert caught.value.code == "context_length_exceeded"
@@ -518,7 +609,9 @@ async def test_a_text_far_beyond_the_limit_is_refused_before_it_is_read(rig, len
 
 
 @pytest.mark.parametrize("limit", ["max_turns", "max_branches"])
-async def test_calls_beyond_the_number_of_turns_and_branches_are_refused(rig, limit) -> None:
+async def test_calls_beyond_the_number_of_turns_and_branches_are_refused(
+    rig, limit
+) -> None:
     rig.begin(dataclasses.replace(SAMPLING, **{limit: 2}))
     for _ in range(2):
         await chat(rig, [QUESTION])
@@ -551,7 +644,12 @@ async def test_an_error_of_the_engine_says_whether_and_when_to_come_again(
 
 @pytest.mark.parametrize("kind", ["chat", "responses", "messages"])
 @pytest.mark.parametrize(
-    "failure", ["the engine abandoned it", RequestRefused("not that"), LookupError("no such block")]
+    "failure",
+    [
+        "the engine abandoned it",
+        RequestRefused("not that"),
+        LookupError("no such block"),
+    ],
 )
 async def test_a_stream_whose_reply_fails_is_an_error_of_its_client(
     rig, kind, failure, caplog
@@ -566,7 +664,9 @@ async def test_a_stream_whose_reply_fails_is_an_error_of_its_client(
         elif kind == "responses":
             stream = await api.responses.create(input=[QUESTION], **request)
         else:
-            stream = await anthropics.messages.create(max_tokens=9, messages=[QUESTION], **request)
+            stream = await anthropics.messages.create(
+                max_tokens=9, messages=[QUESTION], **request
+            )
         async for _ in stream:
             pass
     # Only what nobody expects leaves a traceback, one.
@@ -574,7 +674,9 @@ async def test_a_stream_whose_reply_fails_is_an_error_of_its_client(
     assert len(traces) == isinstance(failure, LookupError)
 
 
-async def test_a_message_with_a_token_that_the_model_lacks_is_the_agents_fault(tmp_path) -> None:
+async def test_a_message_with_a_token_that_the_model_lacks_is_the_agents_fault(
+    tmp_path,
+) -> None:
     folder = make_chat_model(tmp_path, with_weights=False, words=["<|new|>"])
     table = json.loads((folder / "config.json").read_text())
     lacking = table["vocab_size"] = table["vocab_size"] - 1
@@ -583,13 +685,20 @@ async def test_a_message_with_a_token_that_the_model_lacks_is_the_agents_fault(t
     small = AgentRig(engine, await engine.agents.api())
     for stream in (False, True):
         body = {"messages": [{"role": "user", "content": "<|new|>"}], "stream": stream}
-        answer = await small.http().post("/v1/chat/completions", json={"model": "m", **body})
+        answer = await small.http().post(
+            "/v1/chat/completions", json={"model": "m", **body}
+        )
         assert answer.status_code == 400
-        assert f"'<|new|>' is token {lacking} of the tokenizer" in answer.json()["error"]["message"]
+        assert (
+            f"'<|new|>' is token {lacking} of the tokenizer"
+            in answer.json()["error"]["message"]
+        )
     assert (await chat(small, [QUESTION]))["content"]
 
 
-async def test_a_client_that_hangs_up_ends_its_reply_and_its_tokens_are_kept(rig) -> None:
+async def test_a_client_that_hangs_up_ends_its_reply_and_its_tokens_are_kept(
+    rig,
+) -> None:
     rig.engine.may_end.clear()
     stream = await rig.openai().chat.completions.create(
         model="m", messages=[{"role": "user", "content": "long " * 20}], stream=True
@@ -619,10 +728,18 @@ IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/x.png"}}
             {"messages": [{"role": "user", "content": [IMAGE]}]},
             "messages of agents must be text, got a part of type image_url",
         ),
-        ("chat/completions", {"logprobs": True, "top_logprobs": -1}, "at least 0, got -1"),
+        (
+            "chat/completions",
+            {"logprobs": True, "top_logprobs": -1},
+            "at least 0, got -1",
+        ),
         ("responses", {"top_logprobs": -1, "input": "hi"}, "at least 0, got -1"),
         ("chat/completions", {"stop": ["\ud800"]}, "the body must be Unicode"),
-        ("messages", {"stop_sequences": ["a\udfff"], "max_tokens": 4}, "must be Unicode"),
+        (
+            "messages",
+            {"stop_sequences": ["a\udfff"], "max_tokens": 4},
+            "must be Unicode",
+        ),
         ("messages/count_tokens", {"system": "\ud800"}, "the body must be Unicode"),
         # A field that nothing serves is left out.
         ("chat/completions", {"prompt": 1, "echo": True}, None),
@@ -650,12 +767,17 @@ async def test_an_empty_list_is_no_tools_and_no_text(rig, path, choice) -> None:
     assert answer.status_code == 200, answer.text
     (sample,) = rig.engine.samples
     if path != "responses":
-        assert "<|im_start|>assistant\n<|im_end|>" in rig.engine.tokenizer.decode(sample.prompt)
+        assert "<|im_start|>assistant\n<|im_end|>" in rig.engine.tokenizer.decode(
+            sample.prompt
+        )
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 async def test_null_is_a_fields_default(rig, path) -> None:
-    request = dict.fromkeys(rig.api.fields[f"/v1/{path}"]) | {"model": "m", "max_tokens": 9}
+    request = dict.fromkeys(rig.api.fields[f"/v1/{path}"]) | {
+        "model": "m",
+        "max_tokens": 9,
+    }
     request |= {"input": "hi"} if path == "responses" else {"messages": [QUESTION]}
     answer = await rig.http().post(f"/v1/{path}", json=request)
     assert answer.status_code == 200, answer.text
@@ -665,7 +787,11 @@ async def test_null_is_a_fields_default(rig, path) -> None:
 async def test_a_response_counts_its_tokens_in_numbers_alone(rig, stream) -> None:
     request = {"model": "m", "input": "hi", "stream": stream}
     answer = await rig.http().post("/v1/responses", json=request)
-    body = answer.json() if not stream else json.loads(answer.text.split("data: ")[-1])["response"]
+    body = (
+        answer.json()
+        if not stream
+        else json.loads(answer.text.split("data: ")[-1])["response"]
+    )
     for name in ("input_tokens_details", "output_tokens_details"):
         assert {type(value) for value in body["usage"][name].values()} == {int}
 
@@ -682,7 +808,9 @@ async def test_the_server_fetches_nothing_that_a_request_names(rig) -> None:
             answer = await client.post(path, json=body)
             assert answer.status_code == 400
             assert "messages of agents must be text" in answer.text
-        items = [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
+        items = [
+            {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+        ]
         answer = await client.post("/v1/responses", json={"input": items})
         assert answer.status_code == 400
     server.close()
@@ -708,7 +836,9 @@ async def test_other_paths_do_not_exist(rig, method, path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages/count_tokens"])
-@pytest.mark.parametrize("body", ["{", "[1]", "[" * 50_000, '{"messages": ' + '{"a":' * 985])
+@pytest.mark.parametrize(
+    "body", ["{", "[1]", "[" * 50_000, '{"messages": ' + '{"a":' * 985]
+)
 async def test_a_body_that_is_no_object_is_refused(rig, path, body) -> None:
     """It comes from an agent, whose mistakes must not end the server."""
     async with rig.http() as client:
@@ -717,13 +847,18 @@ async def test_a_body_that_is_no_object_is_refused(rig, path, body) -> None:
     assert answer.json()["error"]["message"].startswith("the body must be ")
 
 
-async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(rig) -> None:
+async def test_models_and_the_count_of_tokens_are_answered_and_not_recorded(
+    rig,
+) -> None:
     models = await rig.openai().models.list()
     assert [model.id for model in models.data] == ["policy"]
     for client in (rig.openai(), rig.anthropic()):
         for name in ("policy", "model-4:free"):
             assert (await client.models.retrieve(name)).id == name
-    for body in ({"messages": [QUESTION]}, {"messages": [QUESTION], "tools": SCHEMA_TOOLS}):
+    for body in (
+        {"messages": [QUESTION]},
+        {"messages": [QUESTION], "tools": SCHEMA_TOOLS},
+    ):
         counted = await rig.anthropic().messages.count_tokens(model="claude", **body)
         await send(rig, **body, max_tokens=9)
         assert counted.input_tokens == len(rig.engine.samples[-1].prompt)
@@ -750,7 +885,10 @@ async def test_what_is_no_path_is_refused_by_the_paths_that_there_are(rig) -> No
             )
             assert "POST /v1/chat/completions, " in message
             assert message.endswith(", GET /v1/models")
-        for method, path in (("GET", "/v1/models/"), ("POST", "/v1/messages/count_tokens/")):
+        for method, path in (
+            ("GET", "/v1/models/"),
+            ("POST", "/v1/messages/count_tokens/"),
+        ):
             request = {"messages": [QUESTION]} if method == "POST" else None
             assert (await client.request(method, path, json=request)).status_code == 200
 
@@ -763,7 +901,9 @@ async def test_no_call_is_served_after_the_end_of_the_episode(rig) -> None:
 
 
 async def test_a_parser_that_does_not_fit_the_model_is_named(shared) -> None:
-    settings = agent_config(Path("models/any"), tool_parser="deepseek_v3").rollout_server
+    settings = agent_config(
+        Path("models/any"), tool_parser="deepseek_v3"
+    ).rollout_server
     with pytest.raises(ConfigError, match="rollout_server.tool_parser = 'deepseek_v3'"):
         await agent_services(shared.engine, settings).api()
 
@@ -779,26 +919,37 @@ NESTED = """\
 {% endif %}"""
 
 
-async def test_a_result_that_a_template_writes_into_the_reply_is_read(tmp_path: Path) -> None:
+async def test_a_result_that_a_template_writes_into_the_reply_is_read(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "nested.jinja").write_text(NESTED)
     template = str(tmp_path / "nested.jinja")
     rig = await agent_rig(tmp_path / "model", script, chat_template=template)
     messages = [{"role": "user", "content": "call 4"}]
     message = await chat(rig, messages, tools=TOOLS)
     (call,) = message["tool_calls"]
-    messages += [message, {"role": "tool", "tool_call_id": call["id"], "content": "It is 7."}]
+    messages += [
+        message,
+        {"role": "tool", "tool_call_id": call["id"], "content": "It is 7."},
+    ]
     await chat(rig, messages, tools=TOOLS)
-    _, second = (rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples)
+    _, second = (
+        rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples
+    )
     assert "<result>It is 7.</result>" in second
     assert rig.runs() == [1, 1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_template_without_a_generation_prompt_begins_replies_too(tmp_path, stream) -> None:
+async def test_a_template_without_a_generation_prompt_begins_replies_too(
+    tmp_path, stream
+) -> None:
     folder = make_chat_model(tmp_path, with_weights=False)
     template = tmp_path / "template.jinja"
     template.write_text(CHAT_TEMPLATE.partition("{%- if add_generation_prompt")[0])
-    engine = scripted_engine(agent_config(folder, chat_template=str(template)), lambda _: "Yes.")
+    engine = scripted_engine(
+        agent_config(folder, chat_template=str(template)), lambda _: "Yes."
+    )
     rig = AgentRig(engine, await engine.agents.api())
     messages: list = []
     for _ in range(2):
@@ -811,20 +962,33 @@ async def test_a_template_without_a_generation_prompt_begins_replies_too(tmp_pat
     assert rig.runs() == [2]
     # A client may still say how its prompt ends.
     await chat(rig, [QUESTION], extra_body={"add_generation_prompt": False})
-    assert engine.tokenizer.decode(engine.samples[-1].prompt) == "<|im_start|>user\nhi<|im_end|>\n"
+    assert (
+        engine.tokenizer.decode(engine.samples[-1].prompt)
+        == "<|im_start|>user\nhi<|im_end|>\n"
+    )
 
 
-async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(shared):
-    settings = agent_config(Path("models/any"), chat_template_kwargs={"enable_thinking": True})
+async def test_values_of_the_environment_come_before_the_runs_and_behind_the_requests(
+    shared,
+):
+    settings = agent_config(
+        Path("models/any"), chat_template_kwargs={"enable_thinking": True}
+    )
     api = await agent_services(shared.engine, settings.rollout_server).api()
     rig = AgentRig(shared.engine, api)
     rig.begin(template_values={"enable_thinking": False})
     await chat(rig, [QUESTION])
-    await chat(rig, [QUESTION], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+    await chat(
+        rig, [QUESTION], extra_body={"chat_template_kwargs": {"enable_thinking": True}}
+    )
     await send(rig, [QUESTION])
-    texts = [rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples]
+    texts = [
+        rig.engine.tokenizer.decode(sample.prompt) for sample in rig.engine.samples
+    ]
     assert ["<think>" in text for text in texts] == [True, False, True]
-    counted = await rig.anthropic().messages.count_tokens(model="claude", messages=[QUESTION])
+    counted = await rig.anthropic().messages.count_tokens(
+        model="claude", messages=[QUESTION]
+    )
     assert counted.input_tokens == len(rig.engine.samples[-1].prompt)
     rig.begin()
     await chat(rig, [QUESTION])
@@ -835,7 +999,9 @@ async def test_values_of_the_environment_come_before_the_runs_and_behind_the_req
 async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
     settings = agent_config(Path("models/any"), tool_parser=None).rollout_server
     rig = AgentRig(shared.engine, await agent_services(shared.engine, settings).api())
-    with pytest.raises(openai.BadRequestError, match=r"tools need rollout_server\.tool_parser"):
+    with pytest.raises(
+        openai.BadRequestError, match=r"tools need rollout_server\.tool_parser"
+    ):
         await chat(rig, [QUESTION], tools=TOOLS)
     counted = {"messages": [QUESTION], "tools": TOOLS}
     answer = await rig.http().post("/v1/messages/count_tokens", json=counted)
@@ -843,7 +1009,9 @@ async def test_tools_without_a_parser_are_refused_by_its_name(shared) -> None:
     assert (await chat(rig, [QUESTION], tools=TOOLS, tool_choice="none"))["content"]
 
 
-async def test_reasoning_comes_apart_and_may_be_left_out_when_it_is_sent_back(shared) -> None:
+async def test_reasoning_comes_apart_and_may_be_left_out_when_it_is_sent_back(
+    shared,
+) -> None:
     settings = agent_config(Path("models/any"), reasoning_parser="qwen3").rollout_server
     rig = AgentRig(shared.engine, await agent_services(shared.engine, settings).api())
     messages = [{"role": "user", "content": "think"}]
@@ -861,13 +1029,17 @@ async def test_reasoning_comes_apart_and_may_be_left_out_when_it_is_sent_back(sh
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("template_values", [{}, {"enable_thinking": False}])
-async def test_thoughts_are_told_apart_in_every_turn(shared, template_values, stream) -> None:
+async def test_thoughts_are_told_apart_in_every_turn(
+    shared, template_values, stream
+) -> None:
     """Neither the thoughts of an earlier reply nor those that a template has ended are the next's.
 
     In a stream vLLM takes new thoughts for text behind the end of earlier ones; elsewhere it takes
     an answer for thoughts where the template has ended them.
     """
-    settings = agent_config(Path("models/any"), reasoning_parser="deepseek_r1").rollout_server
+    settings = agent_config(
+        Path("models/any"), reasoning_parser="deepseek_r1"
+    ).rollout_server
     rig = AgentRig(shared.engine, await agent_services(shared.engine, settings).api())
     rig.begin(template_values=template_values)
     question = "hi" if template_values else "think"
@@ -895,7 +1067,9 @@ async def test_marks_of_thoughts_may_be_special_tokens(tmp_path: Path, stream) -
     for token in saved["added_tokens"]:
         token["special"] = token["special"] or "think" in token["content"]
     path.write_text(json.dumps(saved))
-    engine = scripted_engine(agent_config(folder, reasoning_parser="deepseek_r1"), script)
+    engine = scripted_engine(
+        agent_config(folder, reasoning_parser="deepseek_r1"), script
+    )
     rig = AgentRig(engine, await engine.agents.api())
     message = await chat(rig, [{"role": "user", "content": "think"}], stream=stream)
     assert (message["reasoning"], message["content"]) == ("Hm.", "Yes.")
@@ -905,13 +1079,20 @@ _STEP = [f"<\uff5ctool_{name}\uff5c>" for name in ("calls_begin", "call_begin", 
 _STEP += [f"<\uff5ctool_{name}\uff5c>" for name in ("call_end", "calls_end")]
 _ACTION = ["<|action_start|>", "<|plugin|>", "<|action_end|>"]
 CALLED: dict[str, Any] = {"a": 1234567890, "b": "two words"}
-OF_CALLS = [{"name": "add", "arguments": CALLED}, {"name": "add", "arguments": {"a": 5}}]
+OF_CALLS = [
+    {"name": "add", "arguments": CALLED},
+    {"name": "add", "arguments": {"a": 5}},
+]
 
 
 @pytest.mark.parametrize(
     ("tool_parser", "words", "text"),
     [
-        ("llama3_json", ["<|python_tag|>"], json.dumps({"name": "add", "parameters": {}})),
+        (
+            "llama3_json",
+            ["<|python_tag|>"],
+            json.dumps({"name": "add", "parameters": {}}),
+        ),
         ("xlam", [], json.dumps(OF_CALLS)),
         ("phi4_mini_json", [], f"functools{json.dumps(OF_CALLS)}"),
         ("hunyuan_a13b", [], f"Now.<tool_calls>{json.dumps(OF_CALLS)}</tool_calls>"),
@@ -939,12 +1120,16 @@ OF_CALLS = [{"name": "add", "arguments": CALLED}, {"name": "add", "arguments": {
         ),
     ],
 )
-async def test_a_stream_has_the_calls_that_the_whole_reply_has(tmp_path, tool_parser, words, text):
+async def test_a_stream_has_the_calls_that_the_whole_reply_has(
+    tmp_path, tool_parser, words, text
+):
     """These parsers of vLLM read other calls in a reply in parts, or none, or lose the text.
 
     Some of them failed at tools of responses.
     """
-    rig = await agent_rig(tmp_path, lambda _: text, words=words, tool_parser=tool_parser)
+    rig = await agent_rig(
+        tmp_path, lambda _: text, words=words, tool_parser=tool_parser
+    )
     found = []
     for stream in (False, True):
         message = await chat(rig, [QUESTION], stream=stream, tools=TOOLS)
@@ -972,9 +1157,13 @@ async def test_a_stream_has_the_calls_that_the_whole_reply_has(tmp_path, tool_pa
         ("phi4_mini_json", [], 'functools[{"name": "add", "arguments": {"b": [1]}}]'),
     ],
 )
-async def test_a_call_that_a_parser_cannot_read_is_text(tmp_path, tool_parser, words, text) -> None:
+async def test_a_call_that_a_parser_cannot_read_is_text(
+    tmp_path, tool_parser, words, text
+) -> None:
     """Parsers of vLLM raised, so that episodes failed, or gave neither a text nor a call."""
-    rig = await agent_rig(tmp_path, lambda _: text, words=words, tool_parser=tool_parser)
+    rig = await agent_rig(
+        tmp_path, lambda _: text, words=words, tool_parser=tool_parser
+    )
     for stream in (False, True):
         message = await chat(rig, [QUESTION], stream=stream, tools=TOOLS)
         assert (message["content"], message.get("tool_calls")) == (text, None)
@@ -992,11 +1181,15 @@ async def test_a_call_without_an_object_of_arguments_is_text_where_no_other_fits
     """Anthropic's API has no place for it: an agent got an error 400 for a fault of the model."""
     words = ["<|python_tag|>"]
     text = f'{{"name": "add", "arguments": {arguments}}}'
-    rig = await agent_rig(tmp_path, lambda _: text, words=words, tool_parser="llama4_json")
+    rig = await agent_rig(
+        tmp_path, lambda _: text, words=words, tool_parser="llama4_json"
+    )
     final = await send(rig, [QUESTION], stream=stream, tools=SCHEMA_TOOLS)
     assert [(block.type, block.text) for block in final.content] == [("text", text)]
     message = await chat(rig, [QUESTION], stream=stream, tools=TOOLS)
-    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [arguments]
+    assert [call["function"]["arguments"] for call in message["tool_calls"]] == [
+        arguments
+    ]
     # The reply that the client saw is continued.
     history = [QUESTION, {"role": "assistant", "content": final.content}, QUESTION]
     await send(rig, history, tools=SCHEMA_TOOLS)
@@ -1005,13 +1198,21 @@ async def test_a_call_without_an_object_of_arguments_is_text_where_no_other_fits
     rig.check()
 
 
-async def test_a_parser_that_reads_no_reply_is_named_before_the_first_one(shared) -> None:
-    settings = agent_config(Path("models/any"), reasoning_parser="openai_gptoss").rollout_server
-    with pytest.raises(ConfigError, match="reasoning_parser = 'openai_gptoss': NotImplemented"):
+async def test_a_parser_that_reads_no_reply_is_named_before_the_first_one(
+    shared,
+) -> None:
+    settings = agent_config(
+        Path("models/any"), reasoning_parser="openai_gptoss"
+    ).rollout_server
+    with pytest.raises(
+        ConfigError, match="reasoning_parser = 'openai_gptoss': NotImplemented"
+    ):
         await agent_services(shared.engine, settings).api()
 
 
-async def test_a_call_that_a_model_wrote_wrongly_leaves_no_traceback(tmp_path, caplog) -> None:
+async def test_a_call_that_a_model_wrote_wrongly_leaves_no_traceback(
+    tmp_path, caplog
+) -> None:
     rig = await agent_rig(tmp_path, lambda _: '<tool_call>{"name": </tool_call>')
     parsers = logging.getLogger("vllm.tool_parsers.hermes_tool_parser")
     parsers.addHandler(caplog.handler)
@@ -1025,10 +1226,15 @@ async def test_a_call_that_a_model_wrote_wrongly_leaves_no_traceback(tmp_path, c
 async def test_a_reply_is_streamed_in_parts_where_no_parser_reads_it(rig) -> None:
     for tools in (TOOLS, None):
         await chat(rig, [QUESTION], stream=True, **({"tools": tools} if tools else {}))
-    assert [sample.options.is_streamed for sample in rig.engine.samples[-2:]] == [False, True]
+    assert [sample.options.is_streamed for sample in rig.engine.samples[-2:]] == [
+        False,
+        True,
+    ]
 
 
-async def test_a_stream_that_is_silent_has_comments(rig, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_is_silent_has_comments(
+    rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clients such as Codex give up a stream that sends nothing for minutes."""
     monkeypatch.setattr(agent_api, "QUIET_S", 0.001)
     rig.engine.may_end.clear()
@@ -1044,6 +1250,8 @@ async def test_a_stream_that_is_silent_has_comments(rig, monkeypatch: pytest.Mon
     # The SDKs do not show them.
     rig.engine.may_end.clear()
     calling = asyncio.ensure_future(chat(rig, [QUESTION], stream=True, tools=TOOLS))
-    await until(lambda: [c for c in rig.recorder.open_calls.values() if c.body[:1] == b":"])
+    await until(
+        lambda: [c for c in rig.recorder.open_calls.values() if c.body[:1] == b":"]
+    )
     rig.engine.may_end.set()
     assert (await calling)["content"].startswith("You said")

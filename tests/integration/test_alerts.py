@@ -36,7 +36,9 @@ FIRED = 'max by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{}s]))'
 Recording: TypeAlias = dict[str, list[str]]
 
 PROMTOOL = tools.program("promtool")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=f"no promtool here: {tools.HOW}")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason=f"no promtool here: {tools.HOW}"
+)
 
 
 def recorded() -> Recording:
@@ -89,7 +91,8 @@ def alerts_of(recording: Recording, folder: Path) -> set[str]:
     case = {
         "interval": f"{INTERVAL_S}s",
         "input_series": [
-            {"series": series, "values": " ".join(samples)} for series, samples in recording.items()
+            {"series": series, "values": " ".join(samples)}
+            for series, samples in recording.items()
         ],
         "promql_expr_test": [
             {
@@ -102,7 +105,11 @@ def alerts_of(recording: Recording, folder: Path) -> set[str]:
     tests = folder / "tests.yml"
     tests.write_text(
         json.dumps(
-            {"rule_files": [str(ALERTS)], "evaluation_interval": f"{INTERVAL_S}s", "tests": [case]}
+            {
+                "rule_files": [str(ALERTS)],
+                "evaluation_interval": f"{INTERVAL_S}s",
+                "tests": [case],
+            }
         )
     )
     done = completed([str(PROMTOOL), "test", "rules", tests])
@@ -131,7 +138,10 @@ def gone(samples: list[str], at: int) -> list[str]:
 
 def times(factor: float) -> Change:
     def changed(samples: list[str], at: int) -> list[str]:
-        after = [value if value == "_" else str(factor * float(value)) for value in samples[at:]]
+        after = [
+            value if value == "_" else str(factor * float(value))
+            for value in samples[at:]
+        ]
         return samples[:at] + after
 
     return changed
@@ -141,7 +151,9 @@ def growing(by: float) -> Change:
     """From the fault on a counter grows by so much between two scrapes."""
 
     def changed(samples: list[str], at: int) -> list[str]:
-        after = [str(float(samples[at]) + by * number) for number in range(len(samples) - at)]
+        after = [
+            str(float(samples[at]) + by * number) for number in range(len(samples) - at)
+        ]
         return samples[:at] + after
 
     return changed
@@ -170,15 +182,26 @@ FAULTS: dict[str, tuple[Mapping[str, Change], set[str]]] = {
     "nothing": ({}, set()),
     "the trainer stands still": (NO_STEPS, {"NoStep", "ServersStarved"}),
     "the run fails, and one scrape sees it": (
-        {CONTROLLER: gone, 'state="failed"': last_word(1), 'state="running"': last_word(0)},
+        {
+            CONTROLLER: gone,
+            'state="failed"': last_word(1),
+            'state="running"': last_word(0),
+        },
         {"RunFailed"},
     ),
     "the run is stopped in order": (
-        {CONTROLLER: gone, 'state="running"': last_word(0), 'state="stopping"': last_word(1)},
+        {
+            CONTROLLER: gone,
+            'state="running"': last_word(0),
+            'state="stopping"': last_word(1),
+        },
         set(),
     ),
     "a scrape is missed": ({CONTROLLER: missed}, set()),
-    "the controller hangs": ({CONTROLLER: gone, "up{": constant(0)}, {"ControllerDown"}),
+    "the controller hangs": (
+        {CONTROLLER: gone, "up{": constant(0)},
+        {"ControllerDown"},
+    ),
     "the host is gone": ({CONTROLLER: gone}, {"RunVanished"}),
     "the only server is gone": (
         {**NO_STEPS, "slipstream_servers{": constant(0), "slipstream_server_": gone},
@@ -199,7 +222,10 @@ FAULTS: dict[str, tuple[Mapping[str, Change], set[str]]] = {
         },
         {"EpisodesFail"},
     ),
-    "the loss is NaN": ({"slipstream_step_loss": constant(float("nan"))}, {"NotFinite"}),
+    "the loss is NaN": (
+        {"slipstream_step_loss": constant(float("nan"))},
+        {"NotFinite"},
+    ),
     "a batch is set aside": (
         {"slipstream_set_aside_batches_total": constant(1)},
         {"BatchSetAside"},
@@ -209,7 +235,10 @@ FAULTS: dict[str, tuple[Mapping[str, Change], set[str]]] = {
         {"GradientJumps"},
     ),
     "the reward falls to 0": (
-        {"slipstream_step_reward_mean": constant(0), "slipstream_step_reward_std": constant(0)},
+        {
+            "slipstream_step_reward_mean": constant(0),
+            "slipstream_step_reward_std": constant(0),
+        },
         {"RewardFell"},
     ),
     "the held-out reward falls": (
@@ -228,12 +257,18 @@ FAULTS: dict[str, tuple[Mapping[str, Change], set[str]]] = {
         {"slipstream_memory_free_bytes": constant(1e8)},
         {"MemoryNearlyFull"},
     ),
-    "the disk is nearly full": ({"slipstream_disk_free_bytes": constant(1e8)}, {"DiskNearlyFull"}),
+    "the disk is nearly full": (
+        {"slipstream_disk_free_bytes": constant(1e8)},
+        {"DiskNearlyFull"},
+    ),
     "a certificate ends in two weeks": (
         {'setting="security.tls_certificate"': constant(14 * 86400)},
         {"CertificateEnds"},
     ),
-    "callers are refused": ({"slipstream_refused_calls_total": growing(1)}, {"CallsRefused"}),
+    "callers are refused": (
+        {"slipstream_refused_calls_total": growing(1)},
+        {"CallsRefused"},
+    ),
     "learner and servers disagree": (
         {"slipstream_step_logprob_gap_mean_nats": constant(0.4)},
         {"LogprobGap"},

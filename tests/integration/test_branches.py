@@ -27,14 +27,20 @@ def as_tree(trajectory: Trajectory) -> Trajectory:
     )
 
 
-async def test_trees_are_trained_once_told_as_trees_and_kept_in_the_ledger(tmp_path) -> None:
+async def test_trees_are_trained_once_told_as_trees_and_kept_in_the_ledger(
+    tmp_path,
+) -> None:
     config = make_config(tmp_path, **SAMPLING)
     server = FakeServer(config.controller.address, delay_s=0.02, reply_tokens=TOKENS)
     server.spoil = as_tree
     trainer = FakeTrainer(config.controller.address, step_s=0.02)
     summary = await play(config, server, trainer=trainer)
     assert (summary["code"], summary["steps"]) == (0, 12)
-    assert summary["ledger"]["trained"] == summary["ledger"]["generated"] == 12 * 16 * TOKENS
+    assert (
+        summary["ledger"]["trained"]
+        == summary["ledger"]["generated"]
+        == 12 * 16 * TOKENS
+    )
     assert 0 < max(trainer.lags) <= 2
     trained = [trajectory for batch in trainer.batches for trajectory in batch]
     assert {trajectory.branches for trajectory in trained} == {BRANCHES}
@@ -44,7 +50,11 @@ async def test_trees_are_trained_once_told_as_trees_and_kept_in_the_ledger(tmp_p
     lines = (config.run_dir / "trajectories.jsonl").read_text().splitlines()
     for line in map(json.loads, lines):
         first, second = line["branches"]
-        assert (second["name"], second["share"], second["reward"]) == ("reviewer", 0.5, -2.5)
+        assert (second["name"], second["share"], second["reward"]) == (
+            "reviewer",
+            0.5,
+            -2.5,
+        )
         assert (first["reward"], second["sampled_tokens"]) == (None, 2)
 
 
@@ -52,7 +62,9 @@ async def test_a_lease_reserves_room_for_all_branches_together(tmp_path) -> None
     # Room for two groups of trajectories with 1000 tokens, a batch; four of one branch would fit.
     largest = 2048 + 1000 * 24
     sizes = {"algorithm__groups_per_step": 2, "queue__max_bytes": 2 * 4 * largest}
-    config = make_config(tmp_path, sampling__max_total_tokens=1000, run__steps=2, **sizes)
+    config = make_config(
+        tmp_path, sampling__max_total_tokens=1000, run__steps=2, **sizes
+    )
     server = FakeServer(config.controller.address, delay_s=0.05)
     most = 0
     deliver = server.spoil

@@ -25,7 +25,9 @@ MAKE = DEPLOY / "make_certificates.sh"
 
 
 def make(folder: Path, *hosts: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([MAKE, folder, *hosts], capture_output=True, text=True, check=False)
+    return subprocess.run(
+        [MAKE, folder, *hosts], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ async def handshake(secrets: Path, ca: Path, name: str) -> None:
     def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
-    async with await asyncio.start_server(close, "127.0.0.1", 0, ssl=server_side) as server:
+    async with await asyncio.start_server(
+        close, "127.0.0.1", 0, ssl=server_side
+    ) as server:
         port = server.sockets[0].getsockname()[1]
         _, writer = await asyncio.open_connection(
             "127.0.0.1", port, ssl=client_side, server_hostname=name
@@ -54,12 +58,16 @@ async def handshake(secrets: Path, ca: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "learner-0.example", "fd00::1"])
-async def test_a_client_accepts_each_name_that_was_given(secrets: Path, name: str) -> None:
+async def test_a_client_accepts_each_name_that_was_given(
+    secrets: Path, name: str
+) -> None:
     await handshake(secrets, secrets / "ca.pem", name)
 
 
 def test_secrets_are_for_their_owner_only(secrets: Path) -> None:
-    open_files = {path.name for path in secrets.iterdir() if path.stat().st_mode & 0o077}
+    open_files = {
+        path.name for path in secrets.iterdir() if path.stat().st_mode & 0o077
+    }
     assert open_files == {"ca.pem", "server.pem"}
 
 
@@ -73,7 +81,9 @@ def test_a_second_call_keeps_all_but_the_server_certificate(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("host", ["a,DNS:b", "a b", "*", "a:b"])
-def test_something_else_than_a_name_or_an_address_is_refused(host: str, tmp_path: Path) -> None:
+def test_something_else_than_a_name_or_an_address_is_refused(
+    host: str, tmp_path: Path
+) -> None:
     process = make(tmp_path / "secrets", host)
     assert process.returncode != 0
     assert process.stderr
@@ -127,8 +137,12 @@ def url(secrets: Path, socket: Path, role: str) -> str:
     return redis_url_of(section, "controller")
 
 
-async def test_each_role_may_do_what_its_end_of_the_queue_does(secrets: Path, valkey: Path) -> None:
-    receiver_url, sender_url = (url(secrets, valkey, role) for role in ("controller", "rollout"))
+async def test_each_role_may_do_what_its_end_of_the_queue_does(
+    secrets: Path, valkey: Path
+) -> None:
+    receiver_url, sender_url = (
+        url(secrets, valkey, role) for role in ("controller", "rollout")
+    )
     async with (
         asyncio.timeout(LIMIT_S),
         RedisReceiver(receiver_url, "run", without_seal) as receiver,
@@ -170,15 +184,29 @@ def test_the_access_list_has_the_rights_that_the_code_knows(secrets: Path) -> No
     ids=lambda command: command[0],
 )
 async def test_a_role_may_do_nothing_else(secrets, valkey, role, command):
-    async with redis.asyncio.Redis.from_url(url(secrets, valkey, role), protocol=2) as client:
+    async with redis.asyncio.Redis.from_url(
+        url(secrets, valkey, role), protocol=2
+    ) as client:
         with pytest.raises(NoPermissionError):
             await client.execute_command(*command)
 
 
-async def test_a_rollout_server_cannot_read_or_take_trajectories_or_feign_room(secrets, valkey):
-    async with redis.asyncio.Redis.from_url(url(secrets, valkey, "rollout"), protocol=2) as client:
+async def test_a_rollout_server_cannot_read_or_take_trajectories_or_feign_room(
+    secrets, valkey
+):
+    async with redis.asyncio.Redis.from_url(
+        url(secrets, valkey, "rollout"), protocol=2
+    ) as client:
         for command in (
-            ("XREADGROUP", "GROUP", "g", "c", "STREAMS", "slipstream:run:trajectories", ">"),
+            (
+                "XREADGROUP",
+                "GROUP",
+                "g",
+                "c",
+                "STREAMS",
+                "slipstream:run:trajectories",
+                ">",
+            ),
             ("XRANGE", "slipstream:run:trajectories", "-", "+"),
             ("XDEL", "slipstream:run:trajectories", "0-1"),
             ("SET", "slipstream:run:mark", "another"),

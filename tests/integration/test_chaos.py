@@ -19,7 +19,14 @@ async def test_a_run_that_is_refused_says_why(tmp_path, tiny_model) -> None:
     refused = [sys.executable, "-c", "import sys; print('no such model'); sys.exit(2)"]
     with pytest.raises(RunFailed, match="the run did not begin: no such model"):
         await run_chaos(
-            path, [], kills=1, seed=0, every_s=1.0, roles="", partitions=False, command=refused
+            path,
+            [],
+            kills=1,
+            seed=0,
+            every_s=1.0,
+            roles="",
+            partitions=False,
+            command=refused,
         )
 
 
@@ -60,12 +67,20 @@ publish = "adapters"
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_clients_loops_under_faults_are_those_without(tmp_path: Path, tiny_model: Path) -> None:
+def test_clients_loops_under_faults_are_those_without(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     path = tmp_path / "own.toml"
     path.write_text(LOOP)
     command = [sys.executable, "-m", "support.fakes.quick_run", "loop-chaos", str(path)]
     process = subprocess.run(
-        [*command, *own_settings(tmp_path, tiny_model), "--kills=60", "--every-s=0.3", "--seeds=2"],
+        [
+            *command,
+            *own_settings(tmp_path, tiny_model),
+            "--kills=60",
+            "--every-s=0.3",
+            "--seeds=2",
+        ],
         env={**os.environ, "PYTHONPATH": str(ROOT / "tests")},
         stdout=subprocess.PIPE,
         check=False,

@@ -39,7 +39,11 @@ SAVED = {
     "distopt": {"learner": DISTOPT},
     # The scale of the loss has fallen before the save.
     "f16": {"learner": {}, "dtype": "float16"},
-    "ep2-distopt-moe-f16": {"learner": {**EP2, **SPLIT}, "model": "moe", "dtype": "float16"},
+    "ep2-distopt-moe-f16": {
+        "learner": {**EP2, **SPLIT},
+        "model": "moe",
+        "dtype": "float16",
+    },
     "ep2-moe": {"learner": EP2, "model": "moe"},
     "ep2-distopt-moe": {"learner": {**EP2, **SPLIT}, "model": "moe"},
     # A norm that is split over ranks, and latent attention with biases of experts.
@@ -95,7 +99,10 @@ LOADED = {
     "tp2-from-pp2-tied": ("pp2-tied", TP2),
     "tp2-from-distopt": ("distopt", {**TP2, **SPLIT}),
     "tp2-from-ep2-moe": ("ep2-moe", TP2),
-    "ep2-distopt-moe-f16-again": ("ep2-distopt-moe-f16", SAVED["ep2-distopt-moe-f16"]["learner"]),
+    "ep2-distopt-moe-f16-again": (
+        "ep2-distopt-moe-f16",
+        SAVED["ep2-distopt-moe-f16"]["learner"],
+    ),
     "ep2-distopt-moe-again": ("ep2-distopt-moe", SAVED["ep2-distopt-moe"]["learner"]),
     "one-from-ep2-distopt-moe": ("ep2-distopt-moe", SPLIT),
     "pp2-from-tp2-olmo2": ("tp2-olmo2", PP2),
@@ -154,7 +161,9 @@ def other_loads(folder: Path) -> dict[str, dict]:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
+def results(
+    folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest
+) -> dict[str, dict]:
     """What the jobs saw and made: first those that save, then those that load."""
     found = {}
     first = {}
@@ -162,26 +171,37 @@ def results(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -
     expected = jobs_of_file(request, LOADED)
     jobs_of_request = chosen_jobs(request, LOADED)
     loaded = {
-        name: LOADED[name] for name in expected if name not in SLOW or name in jobs_of_request
+        name: LOADED[name]
+        for name in expected
+        if name not in SLOW or name in jobs_of_request
     }
     for name in dict.fromkeys(run for run, _ in loaded.values()):
         first[name] = SAVED[name] | {"run": name, "save": [2], "until": 3}
     damaged = {"run": "damaged-before", "save": [1], "until": 1, "damage": True}
     first["damaged-before"] = {"learner": {}, **damaged}
     for name, (run, learner) in loaded.items():
-        second[name] = SAVED[run] | {"run": run, "learner": learner, "resume": True, "until": 3}
+        second[name] = SAVED[run] | {
+            "run": run,
+            "learner": learner,
+            "resume": True,
+            "until": 3,
+        }
         second[name]["late"] = name in ("one-again", "tp2-again", "distopt-again")
     if expected == list(LOADED):
         second |= other_loads(folder)
     for jobs in (first, second):
         for name, job in jobs.items():
             (folder / f"{name}.json").write_text(json.dumps(job))
-        sizes = {name: job["learner"].get("world_size", 1) for name, job in jobs.items()}
+        sizes = {
+            name: job["learner"].get("world_size", 1) for name, job in jobs.items()
+        }
         found |= rank_pool.found(checkpoint_ranks, sizes, folder)
     return found
 
 
-def test_a_save_is_published_with_its_manifest(folder: Path, results: dict[str, dict]) -> None:
+def test_a_save_is_published_with_its_manifest(
+    folder: Path, results: dict[str, dict]
+) -> None:
     # Asked for twice, and written once.
     assert results["tp2"]["saved"] == [2, 2]
     assert not list(folder.rglob("*.damaged*"))
@@ -189,7 +209,11 @@ def test_a_save_is_published_with_its_manifest(folder: Path, results: dict[str, 
     assert [path.name for path in checkpoints.iterdir()] == ["step-000002"]
     manifest = read_manifest(checkpoint_path(checkpoints, 2))
     assert (manifest.step, manifest.incarnation, manifest.models) == (2, 0, ("policy",))
-    assert (manifest.layout.tp, manifest.layout.pp, manifest.layout.world_size) == (2, 1, 2)
+    assert (manifest.layout.tp, manifest.layout.pp, manifest.layout.world_size) == (
+        2,
+        1,
+        2,
+    )
     names = [file.path for file in manifest.files]
     assert names == [
         "state/.metadata",
@@ -218,7 +242,9 @@ def test_a_load_in_any_layout_gives_the_same_weights_and_next_step(job, results)
         assert metrics[name] == near, name
     if not is_half:
         for name, weight in saved["weights"].items():
-            torch.testing.assert_close(result["weights"][name], weight, rtol=1e-5, atol=2e-6)
+            torch.testing.assert_close(
+                result["weights"][name], weight, rtol=1e-5, atol=2e-6
+            )
 
 
 def test_the_learning_rate_of_the_step_after_the_load_is_that_of_the_schedule(results):
@@ -229,18 +255,24 @@ def test_the_learning_rate_of_the_step_after_the_load_is_that_of_the_schedule(re
 
 
 @pytest.mark.parametrize("job", each_job(AGAIN, SLOW))
-def test_a_load_in_the_same_layout_goes_on_bit_for_bit(job: str, results: dict[str, dict]) -> None:
+def test_a_load_in_the_same_layout_goes_on_bit_for_bit(
+    job: str, results: dict[str, dict]
+) -> None:
     result = results[job]
     saved = results[LOADED[job][0]]
     exact = [name for name in saved["metrics"][2] if not name.endswith("_s")]
     assert [result["metrics"][0][name] for name in exact] == [
         saved["metrics"][2][name] for name in exact
     ]
-    assert all(torch.equal(result["weights"][name], w) for name, w in saved["weights"].items())
+    assert all(
+        torch.equal(result["weights"][name], w) for name, w in saved["weights"].items()
+    )
 
 
 @pytest.mark.parametrize("job", ["one-f16-again", "ep2-distopt-moe-f16-again"])
-def test_the_scale_of_the_loss_is_that_of_the_checkpoint(job: str, results: dict[str, dict]):
+def test_the_scale_of_the_loss_is_that_of_the_checkpoint(
+    job: str, results: dict[str, dict]
+):
     result = results[job]
     saved = results[LOADED[job][0]]
     before = saved["metrics"][1]["loss_scale"]
@@ -249,14 +281,18 @@ def test_the_scale_of_the_loss_is_that_of_the_checkpoint(job: str, results: dict
     assert after["loss_scale"] * 2 ** after["gradient_overflows"] == before
 
 
-def test_a_save_beside_training_holds_the_weights_of_its_own_version(results: dict[str, dict]):
+def test_a_save_beside_training_holds_the_weights_of_its_own_version(
+    results: dict[str, dict],
+):
     for job in ("one-again", "tp2-again", "distopt-again"):
         assert results[job]["late_digest"] == results[job]["digest"], job
     assert results["one"]["digest"] != results["one-again"]["digest"]
 
 
 @pytest.mark.parametrize("run", ["one", "distopt"])
-def test_settings_of_the_optimizer_are_those_of_now(run: str, results: dict[str, dict]) -> None:
+def test_settings_of_the_optimizer_are_those_of_now(
+    run: str, results: dict[str, dict]
+) -> None:
     before = results[f"{run}-again"]
     after = results[f"{run}-other-rate"]
     assert after["digest"] == before["digest"]
@@ -271,7 +307,9 @@ def test_settings_of_the_optimizer_are_those_of_now(run: str, results: dict[str,
         }
 
 
-def test_a_run_starts_from_the_weights_of_distributed_files_with_a_new_optimizer(results):
+def test_a_run_starts_from_the_weights_of_distributed_files_with_a_new_optimizer(
+    results,
+):
     result = results["one-loads-weights"]
     assert result["digest"] == results["one-from-tp2"]["loaded_digest"]
     assert result["loaded"] == 0
@@ -298,10 +336,16 @@ def test_the_other_kind_of_optimizer_is_refused_with_the_setting_to_change(
     assert results[job]["loaded"] == 0
     assert error.startswith(f"learner.{setting} must be {needed} to go on from ")
     written = f"step-000002, which was written so, got {got}"
-    assert f"{written} (" in error if setting.startswith("ddp") else error.endswith(written)
+    assert (
+        f"{written} (" in error
+        if setting.startswith("ddp")
+        else error.endswith(written)
+    )
 
 
-def test_replicas_that_share_muons_state_by_matrices_train_like_those_that_do_not(results):
+def test_replicas_that_share_muons_state_by_matrices_train_like_those_that_do_not(
+    results,
+):
     metrics_of_run = results["dp2-muon-bf16"]
     split = results["dp2-split-muon-bf16"]
     # An update of 1e-3 is missed in neither; the norm of the gradient is summed in another order.
@@ -311,11 +355,15 @@ def test_replicas_that_share_muons_state_by_matrices_train_like_those_that_do_no
     theirs = metrics_of_run["saved_optimizer"]
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=2e-2, atol=1e-4)
-    elements = [sum(tensor.numel() for tensor in state.values()) for state in (ours, theirs)]
+    elements = [
+        sum(tensor.numel() for tensor in state.values()) for state in (ours, theirs)
+    ]
     assert elements[0] == pytest.approx(elements[1] / 2, rel=0.1)
 
 
-def test_digests_are_taken_by_the_thread_that_writes(folder: Path, results: dict[str, dict]):
+def test_digests_are_taken_by_the_thread_that_writes(
+    folder: Path, results: dict[str, dict]
+):
     # The file was changed after the thread was done and before the checkpoint was published.
     assert results["damaged-before"]["saved"] == [1, 1]
     path = checkpoint_path(folder / "runs" / "damaged-before" / "checkpoints", 1)
@@ -324,7 +372,9 @@ def test_digests_are_taken_by_the_thread_that_writes(folder: Path, results: dict
 
 
 @pytest.fixture
-def copy_of(folder: Path, results: dict[str, dict], tmp_path: Path) -> Callable[[], Path]:
+def copy_of(
+    folder: Path, results: dict[str, dict], tmp_path: Path
+) -> Callable[[], Path]:
     def copy() -> Path:
         shutil.copytree(folder / "runs" / "one", folder / "runs" / tmp_path.name)
         return folder / "runs" / tmp_path.name / "checkpoints"
@@ -332,7 +382,9 @@ def copy_of(folder: Path, results: dict[str, dict], tmp_path: Path) -> Callable[
     return copy
 
 
-def test_a_damaged_file_is_named_and_nothing_is_loaded(copy_of, folder, rank_pool, tmp_path):
+def test_a_damaged_file_is_named_and_nothing_is_loaded(
+    copy_of, folder, rank_pool, tmp_path
+):
     checkpoints = copy_of()
     path = checkpoint_path(checkpoints, 2) / "state" / "__0_0.distcp"
     data = bytearray(path.read_bytes())
@@ -344,7 +396,10 @@ def test_a_damaged_file_is_named_and_nothing_is_loaded(copy_of, folder, rank_poo
     (folder / "damaged.json").write_text(json.dumps(job))
     rank_pool.run(PROGRAM, ["damaged"], world_size=1, folder=folder)
     stored = torch.load(folder / "damaged.pt", weights_only=True)
-    assert "state/__0_0.distcp: its bytes are not those that were written" in stored["error"]
+    assert (
+        "state/__0_0.distcp: its bytes are not those that were written"
+        in stored["error"]
+    )
     assert stored["loaded"] == 0
     assert complete_steps(checkpoints) == [2]
     assert not partial.exists()

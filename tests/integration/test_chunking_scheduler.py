@@ -15,7 +15,11 @@ import pytest
 from slipstream.core.extension import installed
 from slipstream.extensions.fast_decoding.server import chunking_scheduler
 from slipstream.extensions.fast_decoding.server.prompt_gathering import PromptGathering
-from slipstream.extensions.fast_decoding.server.steady_decoding import STEADY, Chunk, unsteady_cause
+from slipstream.extensions.fast_decoding.server.steady_decoding import (
+    STEADY,
+    Chunk,
+    unsteady_cause,
+)
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_scheduler import scheduler_class
 from support.fakes.small_configs import small_config
@@ -37,7 +41,11 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 -
     config = small_config(
         model={"path": str(folder), "dtype": "float32"},
         sampling={"max_reply_tokens": 64, "max_episode_tokens": 96},
-        rollout_server={"max_episodes": 8, "enforce_eager": True, "engine": {"block_size": BLOCK}},
+        rollout_server={
+            "max_episodes": 8,
+            "enforce_eager": True,
+            "engine": {"block_size": BLOCK},
+        },
     )
     return engine_config(config, seed=0)
 
@@ -63,7 +71,11 @@ def start(settings: Any) -> StartEngine:  # noqa: ANN401 - vLLM's
         keeps_sets: bool = False,
     ) -> Engine:
         plain = AsyncScheduler if overlapping else Scheduler
-        cls = scheduler_class(installed(), async_scheduling=overlapping) if ours else plain
+        cls = (
+            scheduler_class(installed(), async_scheduling=overlapping)
+            if ours
+            else plain
+        )
         settings.model_config.return_sampling_mask = keeps_sets
         scheduler = scheduler_of(cls, settings, num_blocks, 24 if windowed else None)
         # vLLM's choice on GPUs; plans differ.
@@ -81,7 +93,9 @@ both = pytest.mark.parametrize("overlapping", [False, True], ids=["sync", "async
 @both
 @pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
 @pytest.mark.parametrize("windowed", [False, True], ids=["full", "windowed"])
-@pytest.mark.parametrize("newer_runner", [False, True], ids=["older-runner", "newer-runner"])
+@pytest.mark.parametrize(
+    "newer_runner", [False, True], ids=["older-runner", "newer-runner"]
+)
 @pytest.mark.parametrize("keeps_sets", [False, True], ids=["all-tokens", "kept-tokens"])
 def test_every_plan_and_reply_is_that_of_vllms_scheduler(
     pair,
@@ -91,7 +105,11 @@ def test_every_plan_and_reply_is_that_of_vllms_scheduler(
     newer_runner: bool,
     keeps_sets: bool,
 ) -> None:
-    kinds = {"windowed": windowed, "newer_runner": newer_runner, "keeps_sets": keeps_sets}
+    kinds = {
+        "windowed": windowed,
+        "newer_runner": newer_runner,
+        "keeps_sets": keeps_sets,
+    }
     ours, theirs = pair(overlapping=overlapping, num_blocks=num_blocks, **kinds)
     own_plans = counted_plans(ours)
     for engine in (ours, theirs):
@@ -108,7 +126,12 @@ def test_every_plan_and_reply_is_that_of_vllms_scheduler(
         for number, length in enumerate((12, 7)):
             # The first one would be longer than the model's longest sequence.
             limit = 200 if number == 0 else 20
-            add(engine, f"later{number}", limit, prompt=[*PROMPT, *range(110, 110 + length)])
+            add(
+                engine,
+                f"later{number}",
+                limit,
+                prompt=[*PROMPT, *range(110, 110 + length)],
+            )
         engine.drain()
     assert len(ours.plans) == len(theirs.plans) > 60
     assert (len(own_plans) > 30) is not windowed
@@ -128,7 +151,9 @@ def test_every_plan_and_reply_is_that_of_vllms_scheduler(
     assert len(ours.tokens["r5"]) == len(ours.tokens["r6"]) - 2 == 20
     assert len(ours.tokens["later0"]) == ours.scheduler.max_model_len - len(PROMPT) - 12
     if num_blocks == 100:
-        computed_by_name = {name: computed for plan in ours.plans for name, _, computed in plan[0]}
+        computed_by_name = {
+            name: computed for plan in ours.plans for name, _, computed in plan[0]
+        }
         assert computed_by_name["later0"] == computed_by_name["later1"] == BLOCK
     elif not windowed:
         assert ours.preempted > 0
@@ -151,7 +176,9 @@ def counted_plans(engine: Engine) -> list[int]:
 
 
 @both
-def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(start, overlapping: bool):
+def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(
+    start, overlapping: bool
+):
     engine = start(ours=True, overlapping=overlapping)
     own_plans = counted_plans(engine)
     add(engine, "steady", 60)
@@ -168,7 +195,9 @@ def test_a_step_with_a_request_that_takes_more_than_tokens_is_vllms(start, overl
 
 
 @both
-def test_prompts_are_vllms_to_place_where_requests_may_have_adapters(start, overlapping: bool):
+def test_prompts_are_vllms_to_place_where_requests_may_have_adapters(
+    start, overlapping: bool
+):
     engine = start(ours=True, overlapping=overlapping)
     own_plans = counted_plans(engine)
     # vLLM counts the adapters of all that run.
@@ -185,13 +214,18 @@ def test_prompts_are_vllms_to_place_where_requests_may_have_adapters(start, over
 
 def test_every_step_is_vllms_with_another_scheduler_and_with_windows(start) -> None:
     full, windowed = (
-        start(ours=True, overlapping=True, windowed=is_windowed) for is_windowed in (False, True)
+        start(ours=True, overlapping=True, windowed=is_windowed)
+        for is_windowed in (False, True)
     )
     assert not unsteady_cause(full.scheduler)
     assert not full.scheduler.disabled_features
     other_source = unsteady_cause(full.scheduler, "of another source")
-    assert re.fullmatch(r"the scheduler of vLLM \S+ is not that of 0\.32\.0", other_source)
-    cause = "the engine has layers other than full attention, or blocks of several sizes"
+    assert re.fullmatch(
+        r"the scheduler of vLLM \S+ is not that of 0\.32\.0", other_source
+    )
+    cause = (
+        "the engine has layers other than full attention, or blocks of several sizes"
+    )
     assert windowed.scheduler.disabled_features == {STEADY: cause}
 
 
@@ -220,7 +254,9 @@ def test_a_feature_that_the_planner_lacks_is_named(start, feature: str) -> None:
     assert unsteady_cause(scheduler) == f"the engine has {FEATURES[feature]}"
 
 
-def test_long_prompts_that_are_cut_for_others_are_vllms_to_plan(start, monkeypatch) -> None:
+def test_long_prompts_that_are_cut_for_others_are_vllms_to_plan(
+    start, monkeypatch
+) -> None:
     scheduler = start(ours=True, overlapping=True).scheduler
     monkeypatch.setattr(scheduler.scheduler_config, "long_prefill_token_threshold", 4)
     assert unsteady_cause(scheduler) == "the engine has long_prefill_token_threshold"
@@ -228,7 +264,9 @@ def test_long_prompts_that_are_cut_for_others_are_vllms_to_plan(start, monkeypat
 
 @both
 @pytest.mark.parametrize("steps", [1, 3])
-def test_a_pause_finds_the_same_blocks_in_the_cache(pair, overlapping: bool, steps: int) -> None:
+def test_a_pause_finds_the_same_blocks_in_the_cache(
+    pair, overlapping: bool, steps: int
+) -> None:
     ours, theirs = pair(overlapping=overlapping)
     for engine in (ours, theirs):
         add(engine, "r0", 60)
@@ -244,7 +282,9 @@ def test_a_pause_finds_the_same_blocks_in_the_cache(pair, overlapping: bool, ste
     assert len(ours.tokens["r0"]) > 22
     # The older runner is told all tokens of a request that was not in the step before.
     after_nothing = [
-        plan[1] for plan_before, plan in pairwise(ours.plans) if plan[2] and not plan_before[2]
+        plan[1]
+        for plan_before, plan in pairwise(ours.plans)
+        if plan[2] and not plan_before[2]
     ]
     assert bool(after_nothing) is not (overlapping and steps == 1)
     assert all(list(cached.all_token_ids) == ["r0"] for cached in after_nothing)
@@ -263,7 +303,9 @@ def test_a_reset_forgets_all_that_was_cached(start, overlapping: bool):
 
 
 @both
-def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overlapping: bool):
+def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(
+    start, overlapping: bool
+):
     engine = start(ours=True, overlapping=overlapping)
     manager = engine.scheduler.kv_cache_manager
     requests = []
@@ -287,7 +329,9 @@ def test_vllm_is_asked_only_where_a_reply_or_a_block_begins_or_ends(start, overl
     assert len(engine.tokens["r0"]) == 60
     # A prompt of 10 tokens; the last position that is computed is 68.
     # A block whose last token is planned is cached then, or when that token is known.
-    assert requests == ([0, 16, 32, 48, 64] if overlapping else [0, 15, 16, 31, 32, 47, 48, 63, 64])
+    assert requests == (
+        [0, 16, 32, 48, 64] if overlapping else [0, 15, 16, 31, 32, 47, 48, 63, 64]
+    )
     assert takes == [0, 59]
 
 
@@ -318,7 +362,9 @@ def busy(engine: Engine, number: int) -> Engine:
 
 
 @both
-def test_prompts_wait_for_each_other_and_for_so_many_steps_at_the_most(start, overlapping: bool):
+def test_prompts_wait_for_each_other_and_for_so_many_steps_at_the_most(
+    start, overlapping: bool
+):
     engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=5), 4)
     now = len(engine.plans)
     add(engine, "alone", 20)
@@ -332,13 +378,21 @@ def test_prompts_wait_for_each_other_and_for_so_many_steps_at_the_most(start, ov
     for name in ("first", "second", "third"):
         add(engine, name, 20)
         engine.step()
-    assert [begun(engine)[name] for name in ("first", "second", "third")] == [now + 3] * 3
+    assert [begun(engine)[name] for name in ("first", "second", "third")] == [
+        now + 3
+    ] * 3
     engine.drain()
-    assert [len(engine.tokens[name]) for name in ("busy0", "alone", "third")] == [60, 20, 20]
+    assert [len(engine.tokens[name]) for name in ("busy0", "alone", "third")] == [
+        60,
+        20,
+        20,
+    ]
 
 
 @both
-def test_no_prompt_waits_where_nothing_else_runs_or_weights_are_proved(start, overlapping: bool):
+def test_no_prompt_waits_where_nothing_else_runs_or_weights_are_proved(
+    start, overlapping: bool
+):
     engine = gathering(start(ours=True, overlapping=overlapping), most_steps=50)
     add(engine, "first", 60)
     engine.step()
@@ -355,7 +409,9 @@ def test_no_prompt_waits_where_nothing_else_runs_or_weights_are_proved(start, ov
 
 
 @both
-def test_a_long_prompt_goes_on_in_every_step_and_takes_others_along(start, overlapping: bool):
+def test_a_long_prompt_goes_on_in_every_step_and_takes_others_along(
+    start, overlapping: bool
+):
     engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=5), 4)
     engine.scheduler.max_num_scheduled_tokens = 20
     now = len(engine.plans)
@@ -374,7 +430,9 @@ def test_a_long_prompt_goes_on_in_every_step_and_takes_others_along(start, overl
 
 
 @both
-def test_what_a_step_has_no_room_for_follows_in_the_next(start, overlapping: bool) -> None:
+def test_what_a_step_has_no_room_for_follows_in_the_next(
+    start, overlapping: bool
+) -> None:
     engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=5), 4)
     # A token of each reply, and one prompt of ten.
     engine.scheduler.max_num_scheduled_tokens = 14
@@ -384,12 +442,18 @@ def test_what_a_step_has_no_room_for_follows_in_the_next(start, overlapping: boo
     for _ in range(8):
         engine.step()
     # Nothing else is computed of a prompt that has begun.
-    assert [begun(engine)[f"new{n}"] for n in range(4)] == [now + n + 1 for n in range(4)]
+    assert [begun(engine)[f"new{n}"] for n in range(4)] == [
+        now + n + 1 for n in range(4)
+    ]
 
 
 @both
-def test_members_of_a_group_that_waited_share_their_prompt(start, overlapping: bool) -> None:
-    engine = busy(gathering(start(ours=True, overlapping=overlapping), most_steps=50), 4)
+def test_members_of_a_group_that_waited_share_their_prompt(
+    start, overlapping: bool
+) -> None:
+    engine = busy(
+        gathering(start(ours=True, overlapping=overlapping), most_steps=50), 4
+    )
     prompt = list(range(300, 340))
     for n in range(3):
         add(engine, f"member{n}", 5, prompt=prompt)
@@ -401,7 +465,9 @@ def test_members_of_a_group_that_waited_share_their_prompt(start, overlapping: b
 @both
 @pytest.mark.parametrize("most_steps", [0, 3])
 @pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
-def test_replies_are_the_same_however_long_prompts_wait(pair, overlapping, num_blocks, most_steps):
+def test_replies_are_the_same_however_long_prompts_wait(
+    pair, overlapping, num_blocks, most_steps
+):
     for seed in range(SEEDS):
         waiting, theirs = pair(overlapping=overlapping, num_blocks=num_blocks)
         lengths = disturbed(gathering(waiting, most_steps), seed)
@@ -416,7 +482,9 @@ def test_replies_are_the_same_however_long_prompts_wait(pair, overlapping, num_b
 
 
 @both
-def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping: bool) -> None:
+def test_a_pause_hands_out_all_and_what_comes_later_is_apart(
+    start, overlapping: bool
+) -> None:
     engine = start(ours=True, overlapping=overlapping)
     for number in range(4):
         add(engine, f"r{number}", 60)
@@ -443,7 +511,9 @@ def test_a_pause_hands_out_all_and_what_comes_later_is_apart(start, overlapping:
     assert engine.tokens["r0"] == engine.tokens["r1"] == [110 + n for n in range(60)]
 
 
-def test_the_load_is_told_once_in_a_while_and_not_with_each_step(start, monkeypatch) -> None:
+def test_the_load_is_told_once_in_a_while_and_not_with_each_step(
+    start, monkeypatch
+) -> None:
     now_s = [100.0]
     monkeypatch.setattr(chunking_scheduler.time, "monotonic", lambda: now_s[0])
     engine = start(ours=True, overlapping=False)
@@ -460,7 +530,9 @@ def test_the_load_is_told_once_in_a_while_and_not_with_each_step(start, monkeypa
 
 
 @both
-def test_what_is_held_of_a_cancelled_request_is_dropped(start, overlapping: bool) -> None:
+def test_what_is_held_of_a_cancelled_request_is_dropped(
+    start, overlapping: bool
+) -> None:
     engine = start(ours=True, overlapping=overlapping)
     add(engine, "gone", 60)
     add(engine, "stays", 60)
@@ -516,8 +588,12 @@ def test_a_token_without_its_logprob_is_an_error(start) -> None:
             output.logprobs = None
 
 
-@pytest.mark.parametrize(("num_blocks", "planned"), [(100, 100), (113, 113), (50_000, 113)])
-def test_no_more_blocks_are_planned_with_than_requests_can_fill(start, num_blocks, planned) -> None:
+@pytest.mark.parametrize(
+    ("num_blocks", "planned"), [(100, 100), (113, 113), (50_000, 113)]
+)
+def test_no_more_blocks_are_planned_with_than_requests_can_fill(
+    start, num_blocks, planned
+) -> None:
     # 8 requests of up to 97 tokens are 8 times 7 blocks of 16; twice that, and vLLM's null block.
     engine = start(ours=True, overlapping=False, num_blocks=num_blocks)
     assert engine.scheduler.kv_cache_manager.block_pool.num_gpu_blocks == planned
@@ -534,7 +610,9 @@ def test_what_comes_beside_tokens_is_joined_too() -> None:
     stats = PrefillStats(num_prompt_tokens=7)
     for n in range(3):
         experts = np.full((2 if n == 0 else 1, 4), n, dtype=np.uint8)
-        output = EngineCoreOutput("r", [10 + n], routed_experts=experts, events=[events[n]])
+        output = EngineCoreOutput(
+            "r", [10 + n], routed_experts=experts, events=[events[n]]
+        )
         output.prefill_stats = stats if n == 0 else None
         chunk.token_ids += output.new_token_ids
         chunk.keep(output)
@@ -606,12 +684,18 @@ def disturbed(engine: Engine, seed: int) -> set[str]:
 
 @both
 @pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
-@pytest.mark.parametrize("newer_runner", [False, True], ids=["older-runner", "newer-runner"])
+@pytest.mark.parametrize(
+    "newer_runner", [False, True], ids=["older-runner", "newer-runner"]
+)
 @pytest.mark.parametrize("keeps_sets", [False, True], ids=["all-tokens", "kept-tokens"])
 def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
     pair, overlapping: bool, num_blocks: int, newer_runner: bool, keeps_sets: bool
 ) -> None:
-    kinds = {"num_blocks": num_blocks, "newer_runner": newer_runner, "keeps_sets": keeps_sets}
+    kinds = {
+        "num_blocks": num_blocks,
+        "newer_runner": newer_runner,
+        "keeps_sets": keeps_sets,
+    }
     for seed in range(SEEDS):
         ours, theirs = pair(overlapping=overlapping, **kinds)
         own_plans = counted_plans(ours)
@@ -627,7 +711,9 @@ def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
         assert any(ours.kept_sets.values()) is keeps_sets
         assert not ours.scheduler.requests
         # At the end of a pause our scheduler has one more, empty step: it hands out what is held.
-        our_plans, their_plans = ([p for p in loop.plans if p[2]] for loop in (ours, theirs))
+        our_plans, their_plans = (
+            [p for p in loop.plans if p[2]] for loop in (ours, theirs)
+        )
         assert len(our_plans) == len(their_plans)
         for ours_of_step, other in zip(our_plans, their_plans, strict=True):
             assert ours_of_step[:3] == other[:3]
@@ -636,7 +722,9 @@ def test_whatever_disturbs_it_every_plan_and_reply_is_that_of_vllms_scheduler(
 
 @both
 @pytest.mark.parametrize("num_blocks", [100, 10], ids=["roomy", "preempting"])
-@pytest.mark.parametrize("newer_runner", [False, True], ids=["older-runner", "newer-runner"])
+@pytest.mark.parametrize(
+    "newer_runner", [False, True], ids=["older-runner", "newer-runner"]
+)
 def test_prompts_beside_replies_are_planned_as_by_vllms_scheduler(
     pair, overlapping: bool, num_blocks: int, newer_runner: bool
 ) -> None:
@@ -654,7 +742,10 @@ def test_prompts_beside_replies_are_planned_as_by_vllms_scheduler(
             scheduler.max_num_scheduled_tokens = 24 if num_blocks == 100 else 10
             scheduler.kv_cache_manager.watermark_blocks = 2 * (seed % 2)
             for number in range(50):
-                prompt = [*PROMPT, *(rng.randrange(9, 99) for _ in range(rng.randrange(60)))]
+                prompt = [
+                    *PROMPT,
+                    *(rng.randrange(9, 99) for _ in range(rng.randrange(60))),
+                ]
                 add(engine, f"r{number}", rng.randrange(1, 40), prompt=prompt)
                 for _ in range(rng.randrange(4)):
                     engine.step()

@@ -34,19 +34,26 @@ async def test_a_loop_samples_passes_steps_and_publishes(config) -> None:
         for step in range(3):
             session = await client.publish()
             sampling = {"max_tokens": 4} | ({"seed": 7} if step else {})
-            future = await client.ask(session, [1, 2, 3], num_samples=3, sampling_params=sampling)
+            future = await client.ask(
+                session, [1, 2, 3], num_samples=3, sampling_params=sampling
+            )
             assert len(set(future["sample_sequence_ids"])) == 3
             summary = replies(await client.result(future))
             assert [len(tokens) for tokens, _, _ in summary] == [5, 5, 5]
             # Submitted together, as by a client that does not wait.
             passed = await client.send(client.passed([DATUM, DATUM], "cross_entropy"))
-            stepped = await client.order("optim_step", adam_params={"learning_rate": 0.5})
+            stepped = await client.order(
+                "optim_step", adam_params={"learning_rate": 0.5}
+            )
             result = await client.result(passed)
             assert logprobs_of(result) == [[-1.5] * 3] * 2
             assert metrics_of(result) == {"loss:sum": 2.0}
             assert (await client.result(stepped))["type"] == "optim_step"
             assert trainer.version.step == step + 1
-        assert await client.post(f"sessions/{client.session}/finish", {"status": "x"}) == {}
+        assert (
+            await client.post(f"sessions/{client.session}/finish", {"status": "x"})
+            == {}
+        )
         leases = server.leases
         assert all(lease.environment == "client" for lease in leases)
         # Every reply of a sample with a seed has a seed of its own.
@@ -68,10 +75,14 @@ async def test_a_loop_samples_passes_steps_and_publishes(config) -> None:
     assert (header.adam.learning_rate, header.adam.eps) == (0.5, 1e-12)
     assert [name.rpartition(":")[2] for name in passes] == ["forward_backward"]
     # The journal holds the passes of each step.
-    assert [len(sequence.sequences) for sequence in batches_of(config.run_dir)[0].passes] == [2]
+    assert [
+        len(sequence.sequences) for sequence in batches_of(config.run_dir)[0].passes
+    ] == [2]
 
 
-async def test_an_operation_that_is_sent_twice_happens_once_and_in_the_order_of_numbers(config):
+async def test_an_operation_that_is_sent_twice_happens_once_and_in_the_order_of_numbers(
+    config,
+):
     async with started(config) as (client, _, trainer):
         await client.begin()
         late = client.passed([DATUM], "cross_entropy", number=2)
@@ -98,19 +109,27 @@ async def test_an_operation_that_is_sent_twice_happens_once_and_in_the_order_of_
 async def test_a_known_number_with_other_content_is_refused(config) -> None:
     async with started(config) as (client, _, trainer):
         await client.begin()
-        step = {"model_id": client.model, "seq_id": 1, "adam_params": {"learning_rate": 0.1}}
+        step = {
+            "model_id": client.model,
+            "seq_id": 1,
+            "adam_params": {"learning_rate": 0.1},
+        }
         future = await client.post("optim_step", step)
         other = step | {"adam_params": {"learning_rate": 1000.0}}
         refusal = await client.http.post("optim_step", json=other)
         assert refusal.status_code == 409
-        assert "is known with other content: number the new operation anew" in refusal.text
+        assert (
+            "is known with other content: number the new operation anew" in refusal.text
+        )
         await client.result(future)
         assert (await client.http.post("optim_step", json=other)).status_code == 409
         assert [order.adam.learning_rate for order, _ in trainer.ordered] == [0.1]
 
 
 @pytest.mark.parametrize("kind", ["batch", "compute"])
-async def test_an_operation_that_ends_trainers_is_refused_and_the_loop_goes_on(config, kind):
+async def test_an_operation_that_ends_trainers_is_refused_and_the_loop_goes_on(
+    config, kind
+):
     async with started(config, is_killed=True) as (client, _, first):
         await client.begin()
         second, third = (FakeTrainer(config.controller.address) for _ in range(2))
@@ -135,7 +154,11 @@ async def test_each_new_client_begins_with_the_models_own_weights(config) -> Non
         for _ in range(2):
             assert "model_id" in await client.begin()
             await client.step()
-    assert [order.WhichOneof("step") for order, _ in trainer.ordered] == ["adam", "begin", "adam"]
+    assert [order.WhichOneof("step") for order, _ in trainer.ordered] == [
+        "adam",
+        "begin",
+        "adam",
+    ]
 
 
 async def test_a_state_takes_a_name_in_use_only_if_it_is_told_to(config) -> None:
@@ -156,7 +179,10 @@ async def test_a_state_takes_a_name_in_use_only_if_it_is_told_to(config) -> None
 
 
 async def test_status_names_the_operation_that_a_loop_waits_for(config) -> None:
-    async with started(config) as (client, *_), Client(config.controller.address) as status_client:
+    async with (
+        started(config) as (client, *_),
+        Client(config.controller.address) as status_client,
+    ):
 
         async def said(words: str) -> None:
             async with asyncio.timeout(LIMIT_S):
@@ -176,34 +202,59 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(config) -> None:
         other = {"session_id": client.session, "model_seq_id": 7, "base_model": "x"}
         created = await client.result(await client.post("create_model", other))
         assert created["error"].endswith("/nowhere only, not x")
-        bad = await client.result(await client.send(client.passed([DATUM], "stable_reinforce")))
-        assert bad["error"].startswith("loss_fn stable_reinforce is not served, since its formula")
+        bad = await client.result(
+            await client.send(client.passed([DATUM], "stable_reinforce"))
+        )
+        assert bad["error"].startswith(
+            "loss_fn stable_reinforce is not served, since its formula"
+        )
         assert bad["category"] == "user"
         # Version 0 is the model of the settings: it is saved and loaded as long as it is there.
         saved = await client.done("save_weights", path="x")
         assert (await client.load(saved["path"]))["path"] == saved["path"]
         # Later operations have their turn, also behind what the controller refuses to take.
         negative = await client.step(learning_rate=-1.0)
-        assert "learning_rate is a number from 0 to 1e+06, got -1.0" in negative["error"]
+        assert (
+            "learning_rate is a number from 0 to 1e+06, got -1.0" in negative["error"]
+        )
         large = await client.send(client.passed([DATUM], "x" * MAX_BODY_BYTES))
-        assert "a request has at most 25165824 bytes, got" in (await client.result(large))["error"]
+        assert (
+            "a request has at most 25165824 bytes, got"
+            in (await client.result(large))["error"]
+        )
         # A number that is not finite is null in the SDK's JSON.
         infinite = await client.step(learning_rate=None)
-        assert "learning_rate is a number from 0 to 1e+06, got None" in infinite["error"]
+        assert (
+            "learning_rate is a number from 0 to 1e+06, got None" in infinite["error"]
+        )
         strange = await client.step(eps="small")
         assert "eps is a number from 0 to 1e+06, got 'small'" in strange["error"]
         await client.step()
         # The state of version 0 is the run's own beginning, to which a step goes back.
         assert (await client.load(saved["path"]))["path"] == saved["path"]
-        assert [order.WhichOneof("step") for order, _ in trainer.ordered] == ["adam", "begin"]
+        assert [order.WhichOneof("step") for order, _ in trainer.ordered] == [
+            "adam",
+            "begin",
+        ]
         nothing = f"{client.session}:sample:9"
-        assert f"{nothing} is no name of a publish" in (await client.sample(nothing, [1]))["error"]
+        assert (
+            f"{nothing} is no name of a publish"
+            in (await client.sample(nothing, [1]))["error"]
+        )
         refusal = await client.ask(nothing, [1], topk_prompt_logprobs=2)
-        assert (refusal.status_code, "prompt_logprobs has" in refusal.text) == (400, True)
+        assert (refusal.status_code, "prompt_logprobs has" in refusal.text) == (
+            400,
+            True,
+        )
         beat = {"session_id": client.session}
-        assert (await client.post("session_heartbeat", beat))["type"] == "session_heartbeat"
+        assert (await client.post("session_heartbeat", beat))[
+            "type"
+        ] == "session_heartbeat"
         assert (await client.post("training_runs", {})).status_code == 404
-        for body in ([], {"seq_id": 1, "model_id": f"{client.model}\n", "adam_params": {}}):
+        for body in (
+            [],
+            {"seq_id": 1, "model_id": f"{client.model}\n", "adam_params": {}},
+        ):
             assert (await client.http.post("optim_step", json=body)).status_code == 400
         unlisted = await client.post("weights_info", {"tinker_path": saved["path"]})
         assert (unlisted.status_code, "is not there" in unlisted.text) == (404, True)
@@ -212,10 +263,16 @@ async def test_what_is_refused_fails_in_its_turn_with_one_line(config) -> None:
         assert sampler["base_model"] == str(config.model.path.absolute())
         assert sampler["model_path"] == saved["path"]
         unknown = {"request_id": f"{client.session}:a:1:sample"}
-        assert (await client.http.post("retrieve_future", json=unknown)).status_code == 410
-        copied = await client.http.post("copy_weights", json={"source_path": saved["path"]})
+        assert (
+            await client.http.post("retrieve_future", json=unknown)
+        ).status_code == 410
+        copied = await client.http.post(
+            "copy_weights", json={"source_path": saved["path"]}
+        )
         assert copied.status_code == 404
-        assert "copy_weights is not served: a state is loaded by its path" in copied.text
+        assert (
+            "copy_weights is not served: a state is loaded by its path" in copied.text
+        )
 
     assert summary_of(config.run_dir)["steps"] == 2
 
@@ -240,7 +297,9 @@ async def test_a_session_samples_by_its_version_alone(config) -> None:
         assert len(replies(await client.result(under_way))) == 1
         new = await publish
         gone = await client.result(late)
-        assert gone["error"].startswith("version 0 is not served any more, version 1 is")
+        assert gone["error"].startswith(
+            "version 0 is not served any more, version 1 is"
+        )
         assert len(replies(await client.sample(new, [3]))) == 1
 
 
@@ -280,21 +339,32 @@ async def test_with_in_flight_older_sessions_sample_by_what_is_served(config) ->
 
 
 @pytest.mark.parametrize("in_flight", [False, True])
-async def test_the_start_is_sampled_and_scores_prompts_beside_adapters(tmp_path, in_flight) -> None:
+async def test_the_start_is_sampled_and_scores_prompts_beside_adapters(
+    tmp_path, in_flight
+) -> None:
     config = loop_config(tmp_path, lora__rank=8, lora__publish="adapters")
     async with started(config, in_flight=in_flight) as (client, server, _):
         await client.begin(rank=8)
         start = await client.publish()
         for _ in range(2):
             samples = await client.sample(start, [1, 2, 3], prompt_logprobs=True)
-            assert SampleResponse.FromString(samples).prompt_logprobs[4:] == PROMPT_LOGPROBS
+            assert (
+                SampleResponse.FromString(samples).prompt_logprobs[4:]
+                == PROMPT_LOGPROBS
+            )
             await client.step()
             newest = await client.publish()
         await client.sample(newest, [1, 2, 3])
-        assert [lease.sampling.by_start for lease in server.leases] == [True, True, False]
+        assert [lease.sampling.by_start for lease in server.leases] == [
+            True,
+            True,
+            False,
+        ]
 
 
-async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(config) -> None:
+async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(
+    config,
+) -> None:
     async with started(config) as (client, _, trainer):
         await client.begin()
         await client.step()
@@ -309,15 +379,24 @@ async def test_a_saved_state_is_loaded_as_a_step_and_a_new_model_takes_over(conf
         before = client.model
         assert (await client.begin_from(path))["model_id"] != before
         await client.step()
-        parsed = [order.load for order, _ in trainer.ordered if order.WhichOneof("step") == "load"]
-        assert [(load.step, load.without_optimizer) for load in parsed] == [(1, True), (1, False)]
+        parsed = [
+            order.load
+            for order, _ in trainer.ordered
+            if order.WhichOneof("step") == "load"
+        ]
+        assert [(load.step, load.without_optimizer) for load in parsed] == [
+            (1, True),
+            (1, False),
+        ]
         client.model, client.numbers = before, iter([9])
         assert "is not trained by this run any more" in (await client.step())["error"]
 
     assert summary_of(config.run_dir)["steps"] == 5
 
 
-async def test_a_saved_state_stays_until_its_ttl_is_over_or_it_is_deleted(config) -> None:
+async def test_a_saved_state_stays_until_its_ttl_is_over_or_it_is_deleted(
+    config,
+) -> None:
     folder = config.run_dir / "checkpoints"
 
     def kept() -> dict[str, float]:
@@ -336,7 +415,9 @@ async def test_a_saved_state_stays_until_its_ttl_is_over_or_it_is_deleted(config
         x, y = (path.replace("/weights/", "/checkpoints/weights/") for path in (x, y))
         assert (await client.http.delete(x)).json() == {}
         assert time.time() < kept()["1"] < time.time() + 60.0
-        assert (await client.http.put(f"{y}/ttl", json={"ttl_seconds": 1e5})).json() == {}
+        assert (
+            await client.http.put(f"{y}/ttl", json={"ttl_seconds": 1e5})
+        ).json() == {}
         assert kept()["1"] > time.time() + 9e4
         refused = await client.http.post(f"{y}/publish")
         assert (refused.status_code, "is not published" in refused.text) == (400, True)
@@ -344,7 +425,9 @@ async def test_a_saved_state_stays_until_its_ttl_is_over_or_it_is_deleted(config
     async with started(config) as (client, *_):
         client.go_on(before)
         assert (await client.http.delete(x)).status_code == 404
-        assert "is no state that this run saved" in (await client.load(paths[0]))["error"]
+        assert (
+            "is no state that this run saved" in (await client.load(paths[0]))["error"]
+        )
         listed = (await client.http.get("checkpoints")).json()["checkpoints"]
         assert [checkpoint["tinker_path"] for checkpoint in listed] == [paths[1]]
         assert listed[0]["expires_at"]
@@ -354,12 +437,16 @@ async def test_a_saved_state_stays_until_its_ttl_is_over_or_it_is_deleted(config
         assert (await client.http.get("checkpoints")).json()["checkpoints"] == []
 
 
-async def test_replies_are_no_staler_than_a_model_promises_also_after_a_restart(config) -> None:
+async def test_replies_are_no_staler_than_a_model_promises_also_after_a_restart(
+    config,
+) -> None:
     promise = {"user_metadata": {"max_staleness": "1"}}
     async with started(config, is_killed=True) as (before, *_):
         client = before
         wrong = await client.begin(user_metadata={"max_staleness": "-1"})
-        assert "max_staleness is a number of steps from 0 to 999999, got" in wrong["error"]
+        assert (
+            "max_staleness is a number of steps from 0 to 999999, got" in wrong["error"]
+        )
         await client.begin(**promise)
         session = await client.publish()
         flying = await client.publish(kind="inflight")
@@ -368,11 +455,15 @@ async def test_replies_are_no_staler_than_a_model_promises_also_after_a_restart(
         assert len(sampled) == 1
         await client.step()
         refused = await client.sample(session, [1, 2])
-        assert "version 0 is more than max_staleness = 1 steps behind" in refused["error"]
+        assert (
+            "version 0 is more than max_staleness = 1 steps behind" in refused["error"]
+        )
     async with started(config) as (client, server, _):
         client.go_on(before)
         refused = await client.sample(session, [1, 2])
-        assert "version 0 is more than max_staleness = 1 steps behind" in refused["error"]
+        assert (
+            "version 0 is more than max_staleness = 1 steps behind" in refused["error"]
+        )
         # In flight it waits for the next publish.
         waiting = await client.ask(flying, [1, 2])
         await client.publish(kind="inflight")
@@ -414,7 +505,9 @@ async def test_futures_outlive_the_http_process_and_the_controller(config) -> No
         assert len(logprobs_of(await client.result(waiting))) == 2
         await client.step()
     # The step has the pass of before, and the next one that which had waited.
-    passes = [[order.split(":")[-2] for order in passes] for _, passes in trainer.ordered]
+    passes = [
+        [order.split(":")[-2] for order in passes] for _, passes in trainer.ordered
+    ]
     assert passes == [["1"], ["3"]]
 
 
@@ -424,5 +517,7 @@ def test_no_setting_of_other_loops_fits_a_client(config) -> None:
 
     table = config.model_dump(mode="json", exclude_unset=True)
     table["environments"] = [{"name": "e", "reference": "m:E"}]
-    with pytest.raises(ConfigError, match=r"client_loop needs no environments, got \['e'\]"):
+    with pytest.raises(
+        ConfigError, match=r"client_loop needs no environments, got \['e'\]"
+    ):
         parse_config(table, source="test")

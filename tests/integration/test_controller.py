@@ -19,7 +19,12 @@ from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.protocol.rich_errors import Reason, has_reason
-from slipstream.v1 import environment_pb2, environment_pb2_grpc, trainer_pb2, trajectory_pb2
+from slipstream.v1 import (
+    environment_pb2,
+    environment_pb2_grpc,
+    trainer_pb2,
+    trajectory_pb2,
+)
 from support.fakes.fake_server import FakeServer, environment_failure
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.fake_workers import Good
@@ -33,7 +38,9 @@ async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tm
     config = make_config(tmp_path)
     address = config.controller.address
     trainer = FakeTrainer(address, step_s=0.02)
-    servers = [FakeServer(address, f"s{i}", delay_s=0.02, max_episodes=16) for i in range(2)]
+    servers = [
+        FakeServer(address, f"s{i}", delay_s=0.02, max_episodes=16) for i in range(2)
+    ]
     summary = await play(config, *servers, trainer=trainer)
     assert summary["code"] == 0
     assert summary["steps"] == 12
@@ -42,8 +49,12 @@ async def test_a_run_trains_every_step_within_the_bound_and_closes_its_ledger(tm
     assert summary["ledger"]["trained"] == 12 * 16 * 5
     assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
     # The journal holds the batches that were trained.
-    for recorded, trained in zip(batches_of(config.run_dir), trainer.batches, strict=True):
-        assert [t.group_id for t in recorded.trajectories] == [t.group_id for t in trained]
+    for recorded, trained in zip(
+        batches_of(config.run_dir), trainer.batches, strict=True
+    ):
+        assert [t.group_id for t in recorded.trajectories] == [
+            t.group_id for t in trained
+        ]
 
 
 async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tmp_path):
@@ -70,7 +81,10 @@ async def test_a_group_that_loses_too_many_servers_is_set_aside_with_an_event(tm
     # No group goes on elsewhere.
     assert not [text for text in summary["told"] if "wait for another server" in text]
     group_id = first.leases[0].group_id
-    assert sum(f"of {group_id} had its last attempt" in text for text in summary["told"]) == 1
+    assert (
+        sum(f"of {group_id} had its last attempt" in text for text in summary["told"])
+        == 1
+    )
     # Many groups may fail for one cause: the first few tell it.
     assert sum("had its last attempt" in text for text in summary["told"]) == 3
 
@@ -79,7 +93,9 @@ async def test_the_end_of_a_shared_worker_is_told_once_and_is_no_failure(tmp_pat
     def lost(lease, member, attempt):
         if attempt:
             return float(member)
-        return Failure(FailureKind.BYSTANDER, "worker exited with code 1; 4 episodes shared it")
+        return Failure(
+            FailureKind.BYSTANDER, "worker exited with code 1; 4 episodes shared it"
+        )
 
     config = make_config(tmp_path, run__steps=3)
     server = FakeServer(config.controller.address, judge=lost)
@@ -93,13 +109,19 @@ async def test_the_end_of_a_shared_worker_is_told_once_and_is_no_failure(tmp_pat
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "return_to_go"])
-async def test_what_agents_ask_for_in_vain_and_sums_of_rewards_are_told_once(tmp_path, advantage):
+async def test_what_agents_ask_for_in_vain_and_sums_of_rewards_are_told_once(
+    tmp_path, advantage
+):
     config = make_config(tmp_path, run__steps=3, algorithm__advantage=advantage)
     server = FakeServer(config.controller.address)
     request = {"ignored/temperature": 2.0, "ignored/conversation": 4.0}
-    server.spoil = lambda t: replace(t, metrics=request, token_rewards=t.behavior_logprobs)
+    server.spoil = lambda t: replace(
+        t, metrics=request, token_rewards=t.behavior_logprobs
+    )
     summary = await play(config, server)
-    messages = [text for text in summary["told"] if "ask for" in text or "rewards of" in text]
+    messages = [
+        text for text in summary["told"] if "ask for" in text or "rewards of" in text
+    ]
     sums = "rewards of several turns of e are added up: all turns of an episode learn from the sum"
     assert sorted(messages) == [
         "agents of e ask for conversation, temperature, which changes nothing: "
@@ -126,7 +148,9 @@ async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_pat
 
     async def look(controller, tasks):
         kept_events = controller._run.events.kept
-        await until(lambda: any("bad is suspended" in event.text for event in kept_events()))
+        await until(
+            lambda: any("bad is suspended" in event.text for event in kept_events())
+        )
         trainer.gate.set()
 
     summary = await play(config, server, trainer=trainer, during=look)
@@ -136,7 +160,9 @@ async def test_a_broken_environment_is_suspended_and_the_other_trains_on(tmp_pat
 
 
 @pytest.mark.parametrize("ends", ["suspended", "failed", "stopped"])
-async def test_a_client_is_told_why_its_environment_gets_no_more_episodes(tmp_path, caplog, ends):
+async def test_a_client_is_told_why_its_environment_gets_no_more_episodes(
+    tmp_path, caplog, ends
+):
     def judge(lease, member, attempt):
         if ends == "suspended" and lease.environment == "good":
             return environment_failure(lease, member, attempt)
@@ -150,7 +176,9 @@ async def test_a_client_is_told_why_its_environment_gets_no_more_episodes(tmp_pa
         async with Client(config.controller.address) as client:
             serving = asyncio.ensure_future(client.serve(Good()))
             served = controller._run.events.kept
-            await until(lambda: any("a client serves" in event.text for event in served()))
+            await until(
+                lambda: any("a client serves" in event.text for event in served())
+            )
             if ends == "failed":
                 controller._progress.fail("the disk is full")
             elif ends == "stopped":
@@ -162,17 +190,23 @@ async def test_a_client_is_told_why_its_environment_gets_no_more_episodes(tmp_pa
     if ends == "suspended":
         (error,) = messages
         assert isinstance(error, EnvironmentFailed)
-        assert str(error).startswith("environment good is suspended: its last group failed, the ")
+        assert str(error).startswith(
+            "environment good is suspended: its last group failed, the "
+        )
         (cause,) = summary["suspended_environments"].values()
         assert str(error).endswith(cause)
     else:
         assert messages == [None]
-        warned = [record.getMessage() for record in caplog.records if "client" in record.name]
+        warned = [
+            record.getMessage() for record in caplog.records if "client" in record.name
+        ]
         assert warned == ["the run failed: the disk is full"] * (ends == "failed")
 
 
 def too_long(lease, member, attempt):
-    return Failure(FailureKind.PROMPT_TOO_LONG, "a prompt of 99 tokens is longer than 64")
+    return Failure(
+        FailureKind.PROMPT_TOO_LONG, "a prompt of 99 tokens is longer than 64"
+    )
 
 
 async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_told_and_replaced(
@@ -192,7 +226,9 @@ async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_told_and_repla
     assert rows_of(config.run_dir)[-1]["skipped_tasks"] > 0
     assert {lease.first_attempt for lease in server.leases} == {0}
     messages = [
-        line for line in caplog.messages if "a prompt of 99 tokens is longer than 64" in line
+        line
+        for line in caplog.messages
+        if "a prompt of 99 tokens is longer than 64" in line
     ]
     assert len(messages) == len(set(messages)) > 0
 
@@ -200,13 +236,18 @@ async def test_tasks_whose_prompt_is_too_long_are_skipped_counted_told_and_repla
 @pytest.mark.parametrize(
     ("server", "cause"),
     [
-        ({"judge": too_long}, "no environment is left: e: no task fits, the newest: a prompt of "),
+        (
+            {"judge": too_long},
+            "no environment is left: e: no task fits, the newest: a prompt of ",
+        ),
         ({"judge": environment_failure}, "ValueError: broken"),
         ({"failing_environments": ("e",)}, "no module named nowhere"),
     ],
     ids=["no task fits", "always fails", "cannot be loaded"],
 )
-async def test_a_run_without_an_environment_that_works_says_why(tmp_path, server, cause):
+async def test_a_run_without_an_environment_that_works_says_why(
+    tmp_path, server, cause
+):
     config = make_config(tmp_path, controller__max_failed_groups=3)
     summary = await play(config, FakeServer(config.controller.address, **server))
     assert summary["code"] == 1
@@ -226,12 +267,17 @@ async def test_a_run_without_an_environment_says_at_its_start_how_it_gets_one(tm
         "one (slipstream submit MODULE:CLASS), else add [[environments]]"
     )
     assert summary["steps"] == 1
-    again = config.model_copy(update={"run": config.run.model_copy(update={"steps": 2})})
-    assert not [text for text in (await play(again))["told"] if "no environment" in text]
+    again = config.model_copy(
+        update={"run": config.run.model_copy(update={"steps": 2})}
+    )
+    assert not [
+        text for text in (await play(again))["told"] if "no environment" in text
+    ]
 
 
 @pytest.mark.parametrize(
-    ("end", "cause"), [(None, "RuntimeError: it returned"), (SystemExit(3), "SystemExit: 3")]
+    ("end", "cause"),
+    [(None, "RuntimeError: it returned"), (SystemExit(3), "SystemExit: 3")],
 )
 async def test_the_end_of_a_task_of_the_controller_fails_the_run_with_its_name(
     tmp_path, monkeypatch, end, cause
@@ -263,7 +309,12 @@ async def test_evaluations_run_before_between_and_after(tmp_path):
 
 async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path):
     one_batch = 16 * 3584
-    evaluation = {"name": "held", "num_episodes": 40, "samples_per_task": 4, "every_steps": 3}
+    evaluation = {
+        "name": "held",
+        "num_episodes": 40,
+        "samples_per_task": 4,
+        "every_steps": 3,
+    }
     config = make_config(tmp_path, evaluation, run__steps=6, queue__max_bytes=one_batch)
     address = config.controller.address
     server = FakeServer(address, queue_bytes=one_batch)
@@ -273,7 +324,9 @@ async def test_an_evaluation_finds_room_in_a_queue_that_holds_one_batch(tmp_path
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["sigterm", "ordered"])
-async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(tmp_path, ordered):
+async def test_a_server_that_drains_finishes_or_hands_back_what_it_has(
+    tmp_path, ordered
+):
     config = make_config(tmp_path, run__steps=40, controller__max_attempts=1)
     address = config.controller.address
     leaving = FakeServer(address, "leaving")
@@ -342,14 +395,23 @@ async def test_a_run_whose_episodes_all_fail_for_machines_stops_and_says_why(tmp
     server = FakeServer(config.controller.address, delay_s=0.05, judge=unreachable)
     summary = await play(config, server)
     assert summary["code"] == 1
-    assert re.match(r"nothing moved for \d+ s of serving while waiting for ", summary["cause"])
-    assert summary["cause"].endswith("; the last failure in e: the reference model failed")
+    assert re.match(
+        r"nothing moved for \d+ s of serving while waiting for ", summary["cause"]
+    )
+    assert summary["cause"].endswith(
+        "; the last failure in e: the reference model failed"
+    )
     assert summary["suspended_environments"] == {}
 
 
-async def test_a_lease_without_progress_is_taken_back_and_set_aside_where_none_ever_comes(tmp_path):
+async def test_a_lease_without_progress_is_taken_back_and_set_aside_where_none_ever_comes(
+    tmp_path,
+):
     config = make_config(
-        tmp_path, run__steps=4, controller__lease_timeout_s=5.0, controller__max_attempts=2
+        tmp_path,
+        run__steps=4,
+        controller__lease_timeout_s=5.0,
+        controller__max_attempts=2,
     )
     server = FakeServer(config.controller.address)
 
@@ -364,7 +426,9 @@ async def test_a_lease_without_progress_is_taken_back_and_set_aside_where_none_e
     again = [lease for lease in server.leases if lease.first_attempt]
     members = {lease.group_id: list(lease.members) for lease in again}
     assert members == {"g000001": [2], "g000002": [1, 2, 3]}
-    trained = {t.trajectory_id.rsplit(".", 1)[0] for batch in trainer.batches for t in batch}
+    trained = {
+        t.trajectory_id.rsplit(".", 1)[0] for batch in trainer.batches for t in batch
+    }
     assert "g000001.2.1" in trained
     causes = {r["group"]: r["cause"] for r in records_of(config.run_dir, "set_aside")}
     limit = "no episode ended in 5 s of serving (controller.lease_timeout_s)"
@@ -392,7 +456,9 @@ class RepeatingTrainer(FakeTrainer):
         return receipt
 
 
-async def test_a_step_that_is_reported_twice_counts_once_and_is_answered_alike(tmp_path):
+async def test_a_step_that_is_reported_twice_counts_once_and_is_answered_alike(
+    tmp_path,
+):
     config = make_config(tmp_path, run__steps=2)
     address = config.controller.address
     trainer = RepeatingTrainer(address)
@@ -426,7 +492,9 @@ async def test_a_refused_call_says_why_to_programs_too(tmp_path):
     async def ask(controller, tasks):
         async with open_named(address) as channel:
             stub = environment_pb2_grpc.EnvironmentServiceStub(channel)
-            spec = environment_pb2.EnvironmentSpec(name="e", reference="m:E", weight=1, timeout_s=1)
+            spec = environment_pb2.EnvironmentSpec(
+                name="e", reference="m:E", weight=1, timeout_s=1
+            )
             spec.purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
             spec.num_workers = 1
             request = environment_pb2.SubmitEnvironmentRequest(spec=spec)
@@ -468,13 +536,19 @@ async def test_health_and_reflection_tell_what_the_controller_serves(tmp_path):
     async def ask(controller, tasks):
         async with open_named(address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service="slipstream.v1.FleetService")
+            request = health_pb2.HealthCheckRequest(
+                service="slipstream.v1.FleetService"
+            )
             answer = await health.Check(request, timeout=60, wait_for_ready=True)
             seen["health"] = answer.status
             reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
             requests = [reflection_pb2.ServerReflectionRequest(list_services="")]
-            async for message in reflection.ServerReflectionInfo(iter(requests), timeout=60):
-                seen["services"] = {s.name for s in message.list_services_response.service}
+            async for message in reflection.ServerReflectionInfo(
+                iter(requests), timeout=60
+            ):
+                seen["services"] = {
+                    s.name for s in message.list_services_response.service
+                }
         trainer.gate.set()
 
     await play(config, trainer=trainer, during=ask)
@@ -495,13 +569,18 @@ async def test_a_stop_before_a_trainer_is_there_says_that_nothing_is_exported(tm
     away = FakeTrainer(f"127.0.0.1:{free_port('127.0.0.1')}")
     summary = await play(config, trainer=away, during=stop, wait_for_trainer=False)
     assert summary["state"] == "stopped"
-    assert "no trainer is there at the end: nothing is saved or exported" in summary["told"]
+    assert (
+        "no trainer is there at the end: nothing is saved or exported"
+        in summary["told"]
+    )
 
 
 async def test_a_clock_that_jumps_changes_no_measured_time(tmp_path, monkeypatch):
     config = make_config(tmp_path, run__steps=4)
     clock = time.time
-    server, trainer = (kind(config.controller.address) for kind in (FakeServer, FakeTrainer))
+    server, trainer = (
+        kind(config.controller.address) for kind in (FakeServer, FakeTrainer)
+    )
     trainer.hold_at(2)
 
     async def jump(*_):

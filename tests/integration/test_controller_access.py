@@ -33,7 +33,9 @@ def services() -> Iterator[ServiceDescriptor]:
         yield from module.DESCRIPTOR.services_by_name.values()
 
 
-async def call(channel: grpc.aio.Channel, method: MethodDescriptor, token: str | None) -> None:
+async def call(
+    channel: grpc.aio.Channel, method: MethodDescriptor, token: str | None
+) -> None:
     """Sends one empty request, or opens a stream of requests that never comes to the first one.
 
     A request that is sent when the answer has come already ends a call of grpc with INTERNAL.
@@ -64,28 +66,46 @@ async def call(channel: grpc.aio.Channel, method: MethodDescriptor, token: str |
 async def test_no_method_answers_without_the_token(tmp_path: Path) -> None:
     methods = [method for service in services() for method in service.methods]
     served = {f"{method.containing_service.name}.{method.name}" for method in methods}
-    assert {"FleetService.Join", "StatusService.StopRun", "TrainerService.Next"} <= served
+    assert {
+        "FleetService.Join",
+        "StatusService.StopRun",
+        "TrainerService.Next",
+    } <= served
     # Served by rollout servers, on a unix socket of their own.
     methods = [m for m in methods if m.containing_service.name != "WorkerService"]
-    async with serving(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
+    async with (
+        serving(tmp_path) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
         for method in methods:
             for token in (None, "", TOKEN[:-1], TOKEN.upper()):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await call(channel, method, token)
-                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, method.full_name
+                assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, (
+                    method.full_name
+                )
 
 
 IMPOSSIBLE = [
     ({"server_id": "../../etc"}, "the id of a rollout server has up to 100 letters"),
     ({"server_id": ""}, "the id of a rollout server has up to 100 letters"),
     ({"server_id": "s" * 101}, "the id of a rollout server has up to 100 letters"),
-    ({"server_id": "s" * 10_000}, "hello.server_id must have at most 128 bytes, got 10000"),
+    (
+        {"server_id": "s" * 10_000},
+        "hello.server_id must have at most 128 bytes, got 10000",
+    ),
     ({"server_id": "s\x1b[2J"}, r"hello.server_id must hold ASCII letters, digits and"),
     ({"engine_workers": 0}, "an engine has 1 to 1024 workers, got 0"),
     ({"engine_workers": 2**31}, "an engine has 1 to 1024 workers, got 2147483648"),
     ({"max_episodes": 0}, "room for 0 episodes, a group has 4"),
-    ({"queue_bytes": (256 << 20) - 1}, "a queue of 268435455 bytes, queue.max_bytes of the "),
-    ({"engine_settings": '{"model.dtype": "float16"}'}, "an engine with model.dtype = float16, "),
+    (
+        {"queue_bytes": (256 << 20) - 1},
+        "a queue of 268435455 bytes, queue.max_bytes of the ",
+    ),
+    (
+        {"engine_settings": '{"model.dtype": "float16"}'},
+        "an engine with model.dtype = float16, ",
+    ),
     ({"engine_settings": '{"sampling.top_k": 3}'}, "an engine with "),
     ({"engine_settings": "[]"}, "an engine with settings that cannot be read: []"),
 ]
@@ -100,15 +120,22 @@ GREETING = {
 }
 
 
-async def test_a_server_that_cannot_be_is_refused_by_name_and_rule(tmp_path: Path) -> None:
+async def test_a_server_that_cannot_be_is_refused_by_name_and_rule(
+    tmp_path: Path,
+) -> None:
     async def messages(hello: dict) -> AsyncIterator[fleet_pb2.ServerMessage]:
         yield fleet_pb2.ServerMessage(hello=fleet_pb2.ServerHello(**(GREETING | hello)))
         await asyncio.Event().wait()
 
-    async with serving(tmp_path) as address, grpc.aio.insecure_channel(address) as channel:
+    async with (
+        serving(tmp_path) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
         for hello, rule in IMPOSSIBLE:
             join = fleet_pb2_grpc.FleetServiceStub(channel).Join(
-                messages(hello), metadata=call_metadata(with_token(TOKEN), RUN_ID), timeout=LIMIT_S
+                messages(hello),
+                metadata=call_metadata(with_token(TOKEN), RUN_ID),
+                timeout=LIMIT_S,
             )
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await join.read()

@@ -33,7 +33,9 @@ def kept_bytes(*roots: object) -> int:
         pop = waiting.pop()
         if id(pop) in seen or isinstance(pop, FOREIGN):
             continue
-        if type(pop).__module__.startswith(("grpc", "uvloop", "asyncio.base", "logging")):
+        if type(pop).__module__.startswith(
+            ("grpc", "uvloop", "asyncio.base", "logging")
+        ):
             continue
         seen.add(id(pop))
         size += sys.getsizeof(pop)
@@ -42,7 +44,9 @@ def kept_bytes(*roots: object) -> int:
 
 
 @pytest.mark.long
-async def test_the_controller_keeps_next_to_nothing_of_old_steps(tmp_path: Path) -> None:
+async def test_the_controller_keeps_next_to_nothing_of_old_steps(
+    tmp_path: Path,
+) -> None:
     num_steps = 220
     config = make_config(
         tmp_path,

@@ -50,5 +50,12 @@ async def test_a_part_is_told_of_servers_and_steps_and_has_tasks_of_its_own(
     monkeypatch.setattr(Controller, "_make_parts", with_witness)
     await play(make_config(tmp_path, run__steps=2))
     events = [event for event in witness.told if event != "fake reported"]
-    assert events == ["begins", "fake joined", "step 1", "step 2", "fake drains", "fake is gone"]
+    assert events == [
+        "begins",
+        "fake joined",
+        "step 1",
+        "step 2",
+        "fake drains",
+        "fake is gone",
+    ]
     assert "fake reported" in witness.told

@@ -25,9 +25,16 @@ def test_two_tensor_parallel_workers_copy_their_shares(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
-def test_an_engine_in_fp8_takes_weights_and_stays_near_the_learner(tmp_path, cache) -> None:
+def test_an_engine_in_fp8_takes_weights_and_stays_near_the_learner(
+    tmp_path, cache
+) -> None:
     report = run_rig(
-        tmp_path, "--quantization", "fp8_per_channel", "--kv-cache-dtype", cache, limit_s=300
+        tmp_path,
+        "--quantization",
+        "fp8_per_channel",
+        "--kv-cache-dtype",
+        cache,
+        limit_s=300,
     )
     judge(report, by_plan=False)
     gaps = gaps_of(tmp_path, report, device="cpu")
@@ -37,6 +44,8 @@ def test_an_engine_in_fp8_takes_weights_and_stays_near_the_learner(tmp_path, cac
 
 
 @pytest.mark.slow
-def test_two_tensor_parallel_workers_in_fp8_take_the_same_weights(tmp_path: Path) -> None:
+def test_two_tensor_parallel_workers_in_fp8_take_the_same_weights(
+    tmp_path: Path,
+) -> None:
     options = ("--quantization", "fp8_per_channel", "--tensor-parallel-size", "2")
     judge(run_rig(tmp_path, *options, limit_s=300), by_plan=False)

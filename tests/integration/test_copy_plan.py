@@ -8,7 +8,13 @@ from slipstream.protocol.weights.buckets import TensorSpec, plan_buckets
 from slipstream.rollout_server.vllm.loader_update import check_layers
 from slipstream.rollout_server.weights.copy_plan import NotCopied, record
 from support.fakes import receiver_worker
-from support.ranks.loader_ranks import SHAPES, Outcome, in_ranks, outcomes, with_room_for_adapters
+from support.ranks.loader_ranks import (
+    SHAPES,
+    Outcome,
+    in_ranks,
+    outcomes,
+    with_room_for_adapters,
+)
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionImplBase
 
@@ -39,7 +45,9 @@ def test_a_replayed_plan_equals_the_loader(alone, shape: str) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_replayed_plan_equals_the_loader_on_each_tensor_parallel_rank(sharded, shape, rank):
+def test_a_replayed_plan_equals_the_loader_on_each_tensor_parallel_rank(
+    sharded, shape, rank
+):
     assert sharded[rank][shape].different == ()
     assert sharded[rank][shape].changed > 10
 
@@ -59,16 +67,18 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 def test_a_replayed_plan_equals_the_loader_where_layers_have_room_for_adapters(
     folder: Path, alone, shape: str, modules: list[str]
 ) -> None:
-    (outcome,) = in_ranks(1, with_room_for_adapters, folder / shape, SHAPES[shape], modules)
+    (outcome,) = in_ranks(
+        1, with_room_for_adapters, folder / shape, SHAPES[shape], modules
+    )
     assert outcome.different == ()
     assert outcome.changed == alone[shape].changed
 
 
 def test_every_expert_has_copies_of_its_own(alone) -> None:
     # Two layers of four experts with three matrices, instead of two layers with three.
-    assert alone["qwen3_moe"].num_copies == alone["qwen3_with_qk_norm"].num_copies + 2 * (
-        4 * 3 - 3 + 1
-    )
+    assert alone["qwen3_moe"].num_copies == alone[
+        "qwen3_with_qk_norm"
+    ].num_copies + 2 * (4 * 3 - 3 + 1)
 
 
 def test_the_proof_accepts_what_the_loader_did_and_nothing_else(alone) -> None:
@@ -78,7 +88,9 @@ def test_the_proof_accepts_what_the_loader_did_and_nothing_else(alone) -> None:
 
 
 @pytest.mark.parametrize("stage", [False, True])
-def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(folder, stage):
+def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(
+    folder, stage
+):
     (seen,) = in_ranks(1, receiver_worker.updates, folder, "llama_tied", stage)
     loader = (False, True)
     plan = (True, True)
@@ -88,8 +100,12 @@ def test_a_receiver_proves_a_plan_for_each_layout_and_copies_from_then_on(folder
 
 
 @pytest.mark.parametrize("stage", [False, True])
-def test_a_receiver_loads_and_then_copies_what_its_server_fetched(folder: Path, stage: bool):
-    (seen,) = in_ranks(1, receiver_worker.updates_from_files, folder, "llama_tied", stage)
+def test_a_receiver_loads_and_then_copies_what_its_server_fetched(
+    folder: Path, stage: bool
+):
+    (seen,) = in_ranks(
+        1, receiver_worker.updates_from_files, folder, "llama_tied", stage
+    )
     assert seen == [(False, True, True), (True, True, True), (True, True, True)]
 
 
@@ -98,8 +114,12 @@ def test_layers_that_pack_their_weights_go_through_the_loader(folder: Path) -> N
     assert not any(by_plan for by_plan, _ in [*seen[:5], *seen[6:]])
 
 
-def test_layers_that_compute_scales_are_loaded_though_nobody_sends_them(folder: Path) -> None:
-    (seen,) = in_ranks(1, receiver_worker.updates_of_layers_with_scales, folder, "llama_tied")
+def test_layers_that_compute_scales_are_loaded_though_nobody_sends_them(
+    folder: Path,
+) -> None:
+    (seen,) = in_ranks(
+        1, receiver_worker.updates_of_layers_with_scales, folder, "llama_tied"
+    )
     # Four in each of two blocks.
     assert seen == [8, (False, True), True, (False, True), True]
 
@@ -137,15 +157,21 @@ def test_sinks_that_attention_copies_go_through_the_loader(precision: str) -> No
     if precision == "float32":
         check_layers(model)
         return
-    with pytest.raises(NotCopied, match="attention .* computes with a copy of its sinks"):
+    with pytest.raises(
+        NotCopied, match="attention .* computes with a copy of its sinks"
+    ):
         check_layers(model)
 
 
 def test_a_plan_is_not_made_where_experts_change_their_places(folder: Path) -> None:
-    (seen,) = in_ranks(1, receiver_worker.updates_while_experts_move, folder, "llama_tied")
+    (seen,) = in_ranks(
+        1, receiver_worker.updates_while_experts_move, folder, "llama_tied"
+    )
     assert seen == [(False, True), (False, True)]
 
 
 def test_recording_a_plan_takes_nothing_of_the_time_of_a_bucket(folder: Path) -> None:
-    (seen,) = in_ranks(1, receiver_worker.first_update_with_slow_recording, folder, "llama_tied")
+    (seen,) = in_ranks(
+        1, receiver_worker.first_update_with_slow_recording, folder, "llama_tied"
+    )
     assert seen == [(False, True)]

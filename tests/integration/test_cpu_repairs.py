@@ -25,7 +25,11 @@ def test_each_head_of_latent_attention_is_rotated(heads: int) -> None:
     table = {"rope_type": "default", "rope_theta": 300.0}
     with set_current_vllm_config(VllmConfig()):
         rope = get_rope(
-            64, max_position=32, rope_parameters=table, is_neox_style=False, dtype=torch.float32
+            64,
+            max_position=32,
+            rope_parameters=table,
+            is_neox_style=False,
+            dtype=torch.float32,
         )
     # vLLM rotates a part of each head and of the latent vector.
     query = torch.randn(5, heads, 192)
@@ -48,7 +52,9 @@ def test_heads_in_one_dimension_are_rotated_by_the_kernel() -> None:
     key = torch.randn(5, 128)
     places = torch.arange(5)
     expected = rope.forward_native(places, query.clone(), key.clone())
-    for rotated, expected_heads in zip(rope.forward_cpu(places, query, key), expected, strict=True):
+    for rotated, expected_heads in zip(
+        rope.forward_cpu(places, query, key), expected, strict=True
+    ):
         torch.testing.assert_close(rotated, expected_heads)
 
 
@@ -62,7 +68,9 @@ def test_experts_without_groups_are_chosen_by_sigmoid_scores_and_biases() -> Non
     assert torch.equal(experts.long().sort()[0], best.sort()[0])
     routed = torch.zeros_like(scores).scatter(1, experts.long(), weights)
     plain_routed = torch.zeros_like(scores).scatter(1, best, scores.gather(1, best))
-    torch.testing.assert_close(routed, plain_routed / plain_routed.sum(-1, keepdim=True))
+    torch.testing.assert_close(
+        routed, plain_routed / plain_routed.sum(-1, keepdim=True)
+    )
 
 
 def test_a_loader_without_a_name_is_no_obstacle_to_new_weights() -> None:
@@ -82,11 +90,20 @@ def expanded(values: list[float], ends: list[int]) -> list[float]:
 
 def test_each_drafted_token_gets_the_temperature_of_its_request() -> None:
     # The second request has no draft; the third one is greedy.
-    assert expanded([0.5, 0.7, 0.0, 2.0], [2, 2, 3, 6]) == [0.5, 0.5, 1.0, 2.0, 2.0, 2.0]
+    assert expanded([0.5, 0.7, 0.0, 2.0], [2, 2, 3, 6]) == [
+        0.5,
+        0.5,
+        1.0,
+        2.0,
+        2.0,
+        2.0,
+    ]
 
 
 def test_top_k_alone_takes_a_step_without_drafts() -> None:
     for number in (0, 2):
         logits = torch.arange(number * 3.0).view(number, 3)
-        cut_logits = apply_top_k_top_p(logits, torch.full((number,), 2, dtype=torch.int32), None)
+        cut_logits = apply_top_k_top_p(
+            logits, torch.full((number,), 2, dtype=torch.int32), None
+        )
         assert cut_logits.isfinite().tolist() == [[False, True, True]] * number

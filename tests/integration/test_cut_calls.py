@@ -157,7 +157,9 @@ APIS = {
 
 
 @pytest.mark.parametrize("api", APIS)
-async def test_a_call_that_a_limit_cut_is_text_of_a_reply_that_ended_at_its_length(rig, api):
+async def test_a_call_that_a_limit_cut_is_text_of_a_reply_that_ended_at_its_length(
+    rig, api
+):
     cut_end, whole_end = APIS[api]
     tokenizer = rig.engine.tokenizer
     size = len(tokenizer.encode(rig.text, add_special_tokens=False))
@@ -190,7 +192,9 @@ async def test_a_call_that_a_limit_cut_is_text_of_a_reply_that_ended_at_its_leng
         ("</tool_call>", ALL_NUMBERS[:1]),
     ],
 )
-async def test_a_call_that_a_stop_text_ends_in_the_middle_is_no_call(rig, stop, numbers) -> None:
+async def test_a_call_that_a_stop_text_ends_in_the_middle_is_no_call(
+    rig, stop, numbers
+) -> None:
     """A call that the stop text ends where its mark stands is one."""
     options = {"stop": [stop]}
     answer = await chat(rig, 4000, stream=False, **options)

@@ -27,12 +27,16 @@ STEPS = 6
 
 def steps_in(path: Path) -> list[int]:
     """The steps of all lines but damaged ones."""
-    rows = [json.loads(line) for line in path.read_text().splitlines() if "\0" not in line]
+    rows = [
+        json.loads(line) for line in path.read_text().splitlines() if "\0" not in line
+    ]
     return [int(row["step"]) for row in rows if "step" in row]
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged"])
-async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, caplog, damage):
+async def test_what_decides_nothing_may_be_lost_between_two_starts(
+    tmp_path, caplog, damage
+):
     config = make_config(tmp_path, run__steps=STEPS, controller__sample_every_steps=1)
     trainer = FakeTrainer(config.controller.address)
     trainer.hold_at(STEPS - 1)
@@ -48,14 +52,22 @@ async def test_what_decides_nothing_may_be_lost_between_two_starts(tmp_path, cap
         data = path.read_bytes()
         path.unlink()
         if damage == "damaged":
-            path.write_bytes(data[: len(data) // 2] + bytes(512) + data[len(data) // 2 :])
+            path.write_bytes(
+                data[: len(data) // 2] + bytes(512) + data[len(data) // 2 :]
+            )
     with caplog.at_level(logging.WARNING):
         summary = await play(config, is_damaged=True)
-    assert (summary["code"], summary["steps"], summary["state"]) == (0, STEPS, "finished")
+    assert (summary["code"], summary["steps"], summary["state"]) == (
+        0,
+        STEPS,
+        "finished",
+    )
     assert summary["ledger"]["difference"] == 0
     assert sum(summary["tokens_by_lag"].values()) == summary["ledger"]["trained"]
     # A step that was trained again has its line again.
-    assert sorted(steps_in(config.run_dir / "metrics.jsonl")) == list(range(1, STEPS + 1))
+    assert sorted(steps_in(config.run_dir / "metrics.jsonl")) == list(
+        range(1, STEPS + 1)
+    )
     messages = [m for m in caplog.messages if "such lines are passed over" in m]
     assert len(messages) == (damage == "damaged")
     assert not [r for r in caplog.records if r.exc_info]
@@ -78,7 +90,9 @@ async def again_from_the_start(config: Config, spoil) -> tuple[str, int]:
         spoil(config.run_dir / "journal" / "batches" / "step-000001.pb")
         second.gate.set()
 
-    summary = await play(config, trainer=first, during=die, wait_for_trainer=False, is_damaged=True)
+    summary = await play(
+        config, trainer=first, during=die, wait_for_trainer=False, is_damaged=True
+    )
     return second.stop_reason, summary["code"]
 
 
@@ -116,10 +130,16 @@ async def test_a_batch_that_is_lost_when_it_is_asked_for_fails_the_run_until_it_
     assert not [r for r in caplog.records if r.exc_info]
     shutil.copy(copy, batch)
     summary = await play(config)
-    assert (summary["code"], summary["steps"], summary["state"]) == (0, STEPS, "finished")
+    assert (summary["code"], summary["steps"], summary["state"]) == (
+        0,
+        STEPS,
+        "finished",
+    )
 
 
-async def test_a_trainer_that_needs_a_batch_that_is_gone_is_told_which_file(tmp_path, caplog):
+async def test_a_trainer_that_needs_a_batch_that_is_gone_is_told_which_file(
+    tmp_path, caplog
+):
     config = make_config(tmp_path, run__steps=STEPS)
     address = config.controller.address
     trainer = FakeTrainer(address)
@@ -132,7 +152,9 @@ async def test_a_trainer_that_needs_a_batch_that_is_gone_is_told_which_file(tmp_
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await FakeTrainer(address).run()
         line = caught.value.details()
-        assert line.startswith(f"{batch} is missing; put it back from a copy of the run")
+        assert line.startswith(
+            f"{batch} is missing; put it back from a copy of the run"
+        )
         assert line.endswith("a trainer of version 0 cannot go on")
         assert "\n" not in line
         controller.stop("a test")
@@ -160,7 +182,11 @@ async def test_a_journal_that_lost_whole_lines_at_its_end_is_refused(
     save_checkpoint(folder / "checkpoints", version)
     # The last record of the kind goes, with all lines behind it; where batches are newer too, two.
     lines = log.read_bytes().splitlines(keepends=True)
-    places = [number for number, line in enumerate(lines) if f'"kind":"{lost}"'.encode() in line]
+    places = [
+        number
+        for number, line in enumerate(lines)
+        if f'"kind":"{lost}"'.encode() in line
+    ]
     log.write_bytes(b"".join(lines[: places[-2 if lost == "batch" else -1]]))
     if not cause:
         summary = await play(config, is_damaged=True)
@@ -187,7 +213,9 @@ async def test_a_start_that_is_refused_keeps_the_models_of_earlier_ends(tmp_path
     log.write_bytes(lines + encoded(lines.count(b"\n") + 1, {"kind": "weather"}))
     with pytest.raises(ProtocolError, match="a record 'weather' is not known"):
         await Controller(config, OPEN).run()
-    assert [(folder / name / "model").read_text() for name in ("final", "final-earlier")] == [
+    assert [
+        (folder / name / "model").read_text() for name in ("final", "final-earlier")
+    ] == [
         "final",
         "final-earlier",
     ]
@@ -229,7 +257,9 @@ async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, disk):
         trainer.gate.set()
 
     with caplog.at_level(logging.WARNING):
-        summary = await play(config, trainer=trainer, during=fill_in_the_middle, is_damaged=True)
+        summary = await play(
+            config, trainer=trainer, during=fill_in_the_middle, is_damaged=True
+        )
     assert (summary["code"], summary["steps"]) == (0, STEPS)
     assert summary["ledger"]["difference"] == 0
     assert not [r for r in caplog.records if r.exc_info]
@@ -240,7 +270,10 @@ async def test_a_full_disk_costs_lines_of_results_alone(tmp_path, caplog, disk):
     steps = steps_in(folder / "metrics.jsonl")
     assert 2 <= len(steps) < STEPS
     (message,) = [m for m in messages if "metrics.jsonl" in m]
-    assert message == f"{folder / 'metrics.jsonl'}: the last {STEPS - len(steps)} records were lost"
+    assert (
+        message
+        == f"{folder / 'metrics.jsonl'}: the last {STEPS - len(steps)} records were lost"
+    )
 
 
 async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
@@ -262,7 +295,9 @@ async def test_a_run_on_a_full_disk_fails_in_one_line_and_goes_on_with_room(
         with caplog.at_level(logging.WARNING):
             async with asyncio.timeout(100):
                 # The run fails with one line.
-                with pytest.raises(RunFailed, match="make room and run the same command again"):
+                with pytest.raises(
+                    RunFailed, match="make room and run the same command again"
+                ):
                     await running
     finally:
         for task in (running, *tasks):

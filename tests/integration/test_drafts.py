@@ -41,7 +41,9 @@ async def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Generation]:
         return await rig.replies("g", PROMPTS, 80, GREEDY)
 
 
-async def test_greedy_replies_and_their_logprobs_are_those_of_an_engine_without(rig, plain) -> None:
+async def test_greedy_replies_and_their_logprobs_are_those_of_an_engine_without(
+    rig, plain
+) -> None:
     await rig.publish(rig.old, 0)
     before = rig.engine.requests.use()
     replies = await rig.replies("g", PROMPTS, 80, GREEDY)
@@ -73,7 +75,9 @@ async def test_replies_are_distributed_as_the_model_says(rig) -> None:
 
 async def test_a_reply_ends_inside_an_accepted_draft(rig) -> None:
     await rig.publish(rig.old, 0)
-    tokens = (await rig.generate("whole", sampling=GREEDY, num_tokens=60)).token_ids.tolist()
+    tokens = (
+        await rig.generate("whole", sampling=GREEDY, num_tokens=60)
+    ).token_ids.tolist()
     for limit in (1, 2, 16, 17, 40):
         reply = await rig.generate(f"limit-{limit}", sampling=GREEDY, num_tokens=limit)
         assert reply.token_ids.tolist() == tokens[:limit]
@@ -95,7 +99,9 @@ async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> 
     assert use.generated_tokens == use.returned_tokens
 
 
-async def test_nothing_is_drafted_behind_a_prompt_of_which_one_token_is_left(rig) -> None:
+async def test_nothing_is_drafted_behind_a_prompt_of_which_one_token_is_left(
+    rig,
+) -> None:
     await rig.publish(rig.old, 0)
     prompt = [1, *(4 + n % 28 for n in range(128))]
     first = await rig.generate("cold", prompt, 1, GREEDY)

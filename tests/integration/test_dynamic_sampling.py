@@ -21,7 +21,9 @@ async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
     assert summary["steps"] == 4
     assert summary["ledger"]["filtered"] > 0
     assert all(int(t.group_id[1:]) % 2 == 0 for batch in trainer.batches for t in batch)
-    by_step = [row["filtered_groups"] for row in rows_of(config.run_dir) if "step" in row]
+    by_step = [
+        row["filtered_groups"] for row in rows_of(config.run_dir) if "step" in row
+    ]
     assert 0 < sum(by_step) <= summary["filtered_groups"]
     records = records_of(config.run_dir, "end")
     filtered = {r["id"].split(".")[0] for r in records if r.get("end") == "filtered"}
@@ -31,7 +33,9 @@ async def test_groups_with_equal_rewards_are_filtered_and_replaced(tmp_path):
 @pytest.mark.parametrize("reward", [0.25, 3.0])
 async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(reward, tmp_path):
     config = make_config(tmp_path, run__steps=3, **FILTER)
-    server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: reward)
+    server = FakeServer(
+        config.controller.address, judge=lambda lease, member, attempt: reward
+    )
     summary = await play(config, server)
     assert summary["code"] == 1
     limit = MOST_FILTERED_BATCHES * config.algorithm.groups_per_step
@@ -43,7 +47,9 @@ async def test_a_run_whose_groups_all_fail_alike_stops_with_the_cause(reward, tm
 
 async def test_a_run_whose_groups_teach_nothing_goes_on_and_its_rows_say_so(tmp_path):
     config = make_config(tmp_path)
-    server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 0.25)
+    server = FakeServer(
+        config.controller.address, judge=lambda lease, member, attempt: 0.25
+    )
     summary = await play(config, server)
     assert summary["steps"] == 12
     assert {row["e/equal_rewards_fraction"] for row in rows_of(config.run_dir)} == {1.0}
@@ -62,6 +68,8 @@ async def test_a_run_whose_task_is_solved_stops_with_its_model(tmp_path):
     )
     assert (summary["code"], summary["state"], summary["steps"]) == (0, "stopped", 2)
     limit = MOST_FILTERED_BATCHES * config.algorithm.groups_per_step
-    assert summary["cause"].startswith(f"the task is solved: the last {limit} groups were left out")
+    assert summary["cause"].startswith(
+        f"the task is solved: the last {limit} groups were left out"
+    )
     assert f"(e: {limit} of {limit} solved, mean reward 1)" in summary["cause"]
     assert trainer.stop_reason == summary["cause"]

@@ -136,9 +136,14 @@ def of_version(batch: Batch, version: int) -> list[TrainingSequence]:
     return masked
 
 
-def scores_now(policy: Policy, config: Config, all_batches: Sequence[Batch], version: int) -> dict:
+def scores_now(
+    policy: Policy, config: Config, all_batches: Sequence[Batch], version: int
+) -> dict:
     """What the policy, as it is, says of the tokens of later batches that it will have sampled."""
-    from slipstream.learner.trainer.model.schedule import forward_logprobs, masked_outputs
+    from slipstream.learner.trainer.model.schedule import (
+        forward_logprobs,
+        masked_outputs,
+    )
 
     forward = functools.partial(
         forward_logprobs,
@@ -231,7 +236,9 @@ def tensors_of(policy: Policy) -> list[torch.Tensor]:
         for name in policy.adapters.names:
             with policy.adapters.active(name):
                 own_parameters = parameters(policy.chunks)
-                copies.extend(parameter.detach().clone() for parameter in own_parameters)
+                copies.extend(
+                    parameter.detach().clone() for parameter in own_parameters
+                )
     return copies
 
 
@@ -324,7 +331,9 @@ def results(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_each_token_has_the_bits_of_the_version_that_sampled_it(job, results: dict[str, dict]):
+def test_each_token_has_the_bits_of_the_version_that_sampled_it(
+    job, results: dict[str, dict]
+):
     result = results[job]
     keys = {(1, 0), (2, 1)}
     if job != "shorter":
@@ -338,7 +347,9 @@ def test_each_token_has_the_bits_of_the_version_that_sampled_it(job, results: di
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_no_more_versions_are_kept_than_a_batch_may_have(job, results: dict[str, dict]) -> None:
+def test_no_more_versions_are_kept_than_a_batch_may_have(
+    job, results: dict[str, dict]
+) -> None:
     max_staleness = MAX_STALENESS
     if job == "shorter":
         max_staleness = 1
@@ -349,7 +360,9 @@ def test_no_more_versions_are_kept_than_a_batch_may_have(job, results: dict[str,
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_checkpoint_has_the_versions_of_later_batches(job, results: dict[str, dict]) -> None:
+def test_a_checkpoint_has_the_versions_of_later_batches(
+    job, results: dict[str, dict]
+) -> None:
     result = results[job]
     names = {"loaded"} if job == "adapters" else {"held", "loaded"}
     assert result["again"].keys() == names
@@ -364,7 +377,9 @@ def test_a_checkpoint_has_the_versions_of_later_batches(job, results: dict[str, 
 
 
 @pytest.mark.parametrize("job", [*OF_TWO_RANKS, "offload"])
-def test_layouts_give_the_values_of_one_rank(job: str, results: dict[str, dict]) -> None:
+def test_layouts_give_the_values_of_one_rank(
+    job: str, results: dict[str, dict]
+) -> None:
     estimates = results[job]["estimates"]
     for key, expected in results["one"]["estimates"].items():
         torch.testing.assert_close(
@@ -376,7 +391,9 @@ def test_layouts_give_the_values_of_one_rank(job: str, results: dict[str, dict])
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_tokens_of_a_step_that_is_another_now_are_counted(job: str, results: dict[str, dict]):
+def test_tokens_of_a_step_that_is_another_now_are_counted(
+    job: str, results: dict[str, dict]
+):
     result = results[job]
     assert result["retrained"] == result["newest"] > 0
     assert result["metrics"][SAVED]["retrained_version_tokens"] == 0

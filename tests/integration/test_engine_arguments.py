@@ -35,7 +35,10 @@ from slipstream.rollout_server.vllm.engine_arguments import (
     own_values,
     tower_values,
 )
-from slipstream.rollout_server.vllm.engine_scheduler import EngineScheduler, scheduler_class
+from slipstream.rollout_server.vllm.engine_scheduler import (
+    EngineScheduler,
+    scheduler_class,
+)
 from slipstream.rollout_server.vllm.passed_table import (
     argument_types,
     parser_problems,
@@ -65,7 +68,9 @@ def config_with(
     *,
     settings: dict[str, object] | None = None,
 ) -> Config:
-    server = {"max_episodes": 16, "enforce_eager": True, "engine": engine} | (settings or {})
+    server = {"max_episodes": 16, "enforce_eager": True, "engine": engine} | (
+        settings or {}
+    )
     return small_config(
         model={"path": str(model), "dtype": "float32"},
         sampling={"max_reply_tokens": 8, "max_episode_tokens": 64},
@@ -90,24 +95,41 @@ def in_bfloat16(config: Config) -> Config:
     return config.model_copy(update={"model": model})
 
 
-def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(model, tmp_path):
+def test_states_of_delta_nets_are_kept_in_float32_as_the_learner_computes_them(
+    model, tmp_path
+):
     delta_nets = make_model_folder(tmp_path / "model", **SMALLEST)
     architectures = ["Qwen3NextForCausalLM"]
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "head_dim": 32}
-    transformers.Qwen3NextConfig(**sizes, architectures=architectures).save_pretrained(delta_nets)
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "head_dim": 32,
+    }
+    transformers.Qwen3NextConfig(**sizes, architectures=architectures).save_pretrained(
+        delta_nets
+    )
     # On a CPU vLLM chooses the same by itself, so what it was asked for is looked at.
     config = in_bfloat16(config_with(delta_nets, {}))
     assert own_values(config, seed=3)["mamba_ssm_cache_dtype"] == "float32"
     assert "mamba_ssm_cache_dtype" not in own_values(config_with(model, {}), seed=3)
     assert engine_config(config, seed=3).cache_config.mamba_ssm_cache_dtype == "float32"
-    setting = in_bfloat16(config_with(delta_nets, {"mamba_ssm_cache_dtype": "bfloat16"}))
-    with pytest.raises(ConfigError, match='model.dtype must be "bfloat16" .* delta nets .* CPU'):
+    setting = in_bfloat16(
+        config_with(delta_nets, {"mamba_ssm_cache_dtype": "bfloat16"})
+    )
+    with pytest.raises(
+        ConfigError, match='model.dtype must be "bfloat16" .* delta nets .* CPU'
+    ):
         engine_config(config_with(delta_nets, {}), seed=3)
-    assert engine_config(setting, seed=3).cache_config.mamba_ssm_cache_dtype == "bfloat16"
+    assert (
+        engine_config(setting, seed=3).cache_config.mamba_ssm_cache_dtype == "bfloat16"
+    )
 
 
 @pytest.mark.parametrize(("dtype", "is_told"), [("float32", True), ("bfloat16", False)])
-def test_latent_attention_in_float32_is_none_for_amx(tmp_path: Path, dtype: str, is_told: bool):
+def test_latent_attention_in_float32_is_none_for_amx(
+    tmp_path: Path, dtype: str, is_told: bool
+):
     folder = make_model_folder(tmp_path / "model", **SMALLEST)
     table = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**table, "kv_lora_rank": 8}))
@@ -115,7 +137,9 @@ def test_latent_attention_in_float32_is_none_for_amx(tmp_path: Path, dtype: str,
     assert ("attention_backend" in own_values(config, 0)) is is_told
 
 
-def test_a_cache_on_a_cpu_has_room_for_an_episode_or_what_it_is_given(model: Path) -> None:
+def test_a_cache_on_a_cpu_has_room_for_an_episode_or_what_it_is_given(
+    model: Path,
+) -> None:
     cache_config = engine_config(config_with(model, {}), seed=3).cache_config
     assert cache_config.kv_cache_memory_bytes == 1 << 30
     passed = {"kv_cache_memory_bytes": 1 << 28}
@@ -123,16 +147,25 @@ def test_a_cache_on_a_cpu_has_room_for_an_episode_or_what_it_is_given(model: Pat
     assert cache_config.kv_cache_memory_bytes == 1 << 28
 
 
-@pytest.mark.parametrize(("passed", "interval"), [({}, 1), ({"prefill_schedule_interval": 8}, 8)])
-def test_prompts_of_an_eager_engine_wait_only_if_vllm_is_told_so(model, passed, interval):
+@pytest.mark.parametrize(
+    ("passed", "interval"), [({}, 1), ({"prefill_schedule_interval": 8}, 8)]
+)
+def test_prompts_of_an_eager_engine_wait_only_if_vllm_is_told_so(
+    model, passed, interval
+):
     settings = engine_config(config_with(model, passed), seed=3).scheduler_config
     assert settings.prefill_schedule_interval == interval
 
 
 def test_drafts_reach_vllm(model: Path) -> None:
     passed = {"speculative_config": NGRAM}
-    speculative_config = engine_config(config_with(model, passed), seed=0).speculative_config
-    assert (speculative_config.method, speculative_config.num_speculative_tokens) == ("ngram", 4)
+    speculative_config = engine_config(
+        config_with(model, passed), seed=0
+    ).speculative_config
+    assert (speculative_config.method, speculative_config.num_speculative_tokens) == (
+        "ngram",
+        4,
+    )
     wrong = {"speculative_config": {"method": "ngram", "num_tokens": 4}}
     with pytest.raises(ConfigError, match=r"vLLM refuses its settings: .*num_tokens"):
         engine_config(config_with(model, wrong), seed=0)
@@ -146,7 +179,9 @@ def test_logits_have_the_type_that_the_learners_have(model: Path) -> None:
 
 
 def config_in_fp8(model: Path, method: str) -> Config:
-    config = config_with(model, {"kv_cache_dtype": "fp8"}, settings={"quantization": "off"})
+    config = config_with(
+        model, {"kv_cache_dtype": "fp8"}, settings={"quantization": "off"}
+    )
     server = config.rollout_server.model_copy(update={"quantization": method})
     section = config.model.model_copy(update={"dtype": "bfloat16"})
     return config.model_copy(update={"model": section, "rollout_server": server})
@@ -211,7 +246,9 @@ def test_our_kernels_are_used_where_they_were_measured(
     platform = SimpleNamespace(is_device_capability_family=families.__contains__)
     monkeypatch.setattr(arguments, "current_platform", platform)
     registered = []
-    monkeypatch.setattr(arguments, "register_backend", lambda *names: registered.append(names))
+    monkeypatch.setattr(
+        arguments, "register_backend", lambda *names: registered.append(names)
+    )
     defaults = {
         "sampling": {"max_episode_tokens": 4096},
         "learner": {"micro_batch_tokens": 8192},
@@ -222,7 +259,9 @@ def test_our_kernels_are_used_where_they_were_measured(
     expected = {feature: cause for feature, cause in causes.items() if cause}
     assert disabled_features(config, on_cpu=False) == expected
     values = engine_arguments(config, None, on_cpu=False)
-    assert registered == ([] if attention else [(AttentionBackendEnum.FLASH_ATTN, DECODE_BACKEND)])
+    assert registered == (
+        [] if attention else [(AttentionBackendEnum.FLASH_ATTN, DECODE_BACKEND)]
+    )
     assert values.get("worker_cls") == (None if sampler else GPU_WORKER)
 
 
@@ -251,7 +290,12 @@ def test_prompts_wait_where_there_are_graphs(monkeypatch, settings, interval) ->
 
 @pytest.mark.parametrize(
     ("most_queries", "requests", "longest", "is_kernels"),
-    [(1, 64, 4096, True), (1, 63, 4096, False), (1, 1, 1536, True), (2, 512, 1000, False)],
+    [
+        (1, 64, 4096, True),
+        (1, 63, 4096, False),
+        (1, 1, 1536, True),
+        (2, 512, 1000, False),
+    ],
 )
 def test_the_kernel_takes_steps_of_one_token_each_that_fill_the_gpu(
     monkeypatch, most_queries, requests, longest, is_kernels
@@ -264,7 +308,9 @@ def test_the_kernel_takes_steps_of_one_token_each_that_fill_the_gpu(
     implementation.scale = 1.0
     calls = []
     monkeypatch.setattr(decode_attention, "decode", lambda *_: calls.append("ours"))
-    monkeypatch.setattr(FlashAttentionImpl, "forward", lambda *_: calls.append("vLLM's"))
+    monkeypatch.setattr(
+        FlashAttentionImpl, "forward", lambda *_: calls.append("vLLM's")
+    )
     metadata = SimpleNamespace(
         max_query_len=most_queries,
         max_seq_len=longest,
@@ -282,14 +328,18 @@ def test_the_kernel_takes_steps_of_one_token_each_that_fill_the_gpu(
 
 
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
-def test_the_scheduler_is_ours_with_and_without_async_scheduling(async_scheduling: bool, name: str):
+def test_the_scheduler_is_ours_with_and_without_async_scheduling(
+    async_scheduling: bool, name: str
+):
     scheduler = scheduler_class(installed(), async_scheduling=async_scheduling)
     assert scheduler.__name__ == f"{name}ChunkingScheduler"
     assert issubclass(scheduler, AsyncScheduler) is async_scheduling
 
 
 @pytest.mark.parametrize(("async_scheduling", "name"), [(True, "Async"), (False, "")])
-def test_without_extensions_the_scheduler_is_the_engines(async_scheduling: bool, name: str):
+def test_without_extensions_the_scheduler_is_the_engines(
+    async_scheduling: bool, name: str
+):
     scheduler = scheduler_class((), async_scheduling=async_scheduling)
     assert scheduler.__name__ == f"{name}EngineScheduler"
     assert issubclass(scheduler, AsyncScheduler) is async_scheduling
@@ -299,7 +349,9 @@ def test_chunks_behind_another_extensions_scheduler_are_refused() -> None:
     class Other(EngineScheduler):
         pass
 
-    with pytest.raises(ConfigError, match="fast_decoding cannot stand behind another extension"):
+    with pytest.raises(
+        ConfigError, match="fast_decoding cannot stand behind another extension"
+    ):
         chunking_scheduler.scheduler_class(Other)
 
 
@@ -315,7 +367,10 @@ NO_CHUNKS = {"max_num_batched_tokens": 32, "enable_chunked_prefill": False}
 @pytest.mark.parametrize(
     ("engine", "line"),
     [
-        ({"block_sise": 4}, f"unknown key {KEY}.block_sise; did you mean 'block_size'?"),
+        (
+            {"block_sise": 4},
+            f"unknown key {KEY}.block_sise; did you mean 'block_size'?",
+        ),
         (NO_CHUNKS, "vLLM refuses its settings: "),
     ],
 )
@@ -340,7 +395,10 @@ def test_every_name_that_is_refused_is_one_of_vllm() -> None:
 @pytest.mark.parametrize(
     ("engine", "line"),
     [
-        ({"block_sise": 16}, f"unknown key {KEY}.block_sise; did you mean 'block_size'?"),
+        (
+            {"block_sise": 16},
+            f"unknown key {KEY}.block_sise; did you mean 'block_size'?",
+        ),
         ({"zzz": 3}, f"unknown key {KEY}.zzz"),
         (
             {"max_num_seq": 3},
@@ -372,9 +430,18 @@ def test_what_vllm_refuses_is_one_line(engine: dict[str, object], line: str) -> 
     "engine",
     [
         {"kv_cache_dtype": "FP8-E4M3", "load_format": "tensorizer"},
-        {"compilation_config": {"cudagraph_mode": "none", "pass_config": {}, "mode": 3}},
+        {
+            "compilation_config": {
+                "cudagraph_mode": "none",
+                "pass_config": {},
+                "mode": 3,
+            }
+        },
         {"compilation_config": {"inductor_compile_config": {"x": {}}}},
-        {"attention_backend": "FLASH_ATTN", "attention_config": {"backend": "FLASH_ATTN"}},
+        {
+            "attention_backend": "FLASH_ATTN",
+            "attention_config": {"backend": "FLASH_ATTN"},
+        },
         {"max_num_batched_tokens": 8192, "async_scheduling": False},
         {"model_loader_extra_config": {"a": 1}, "limit_mm_per_prompt": {"image": 2}},
     ],
@@ -413,16 +480,24 @@ def test_defaults_of_vllm_have_the_types_of_their_arguments() -> None:
     ],
     ids=str,
 )
-def test_a_parser_that_vllm_lacks_is_one_line(model: Path, settings: dict[str, object], line: str):
-    problems = list(parser_problems(config_with(model, {}, settings=settings).rollout_server))
+def test_a_parser_that_vllm_lacks_is_one_line(
+    model: Path, settings: dict[str, object], line: str
+):
+    problems = list(
+        parser_problems(config_with(model, {}, settings=settings).rollout_server)
+    )
     assert bool(problems) == bool(line)
     assert line in "".join(problems)
 
 
-def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model: Path) -> None:
+def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(
+    model: Path,
+) -> None:
     lora = {"rank": 24, "target_modules": ["linear_qkv", "o_proj"]}
     assert engine_config(config_with(model, {}, lora), seed=3).lora_config is None
-    settings = engine_config(config_with(model, {}, lora | {"publish": "adapters"}), seed=3)
+    settings = engine_config(
+        config_with(model, {}, lora | {"publish": "adapters"}), seed=3
+    )
     lora_config = settings.lora_config
     # The next rank for which vLLM has kernels.
     assert (lora_config.max_lora_rank, lora_config.max_loras) == (32, 2)
@@ -432,15 +507,26 @@ def test_adapters_alone_get_room_for_one_on_the_matrices_that_are_trained(model:
     assert not {"gate_proj", "up_proj", "down_proj"} & set(lora_config.target_modules)
     with_adapters = lora | {"publish": "adapters", "adapters": ["a", "b", "c"]}
     # A single place stays empty for the judge.
-    assert engine_config(config_with(model, {}, with_adapters), seed=3).lora_config.max_loras == 4
+    assert (
+        engine_config(
+            config_with(model, {}, with_adapters), seed=3
+        ).lora_config.max_loras
+        == 4
+    )
 
 
-def test_a_model_that_takes_no_adapters_in_vllm_is_refused(model: Path, tmp_path: Path) -> None:
+def test_a_model_that_takes_no_adapters_in_vllm_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "gpt2"
     shutil.copytree(model, folder)
-    transformers.GPT2Config(n_embd=32, n_layer=1, n_head=1, n_positions=256).save_pretrained(folder)
+    transformers.GPT2Config(
+        n_embd=32, n_layer=1, n_head=1, n_positions=256
+    ).save_pretrained(folder)
     sizes = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(sizes | {"architectures": ["GPT2LMHeadModel"]}))
+    (folder / "config.json").write_text(
+        json.dumps(sizes | {"architectures": ["GPT2LMHeadModel"]})
+    )
     config = config_with(folder, {}, {"rank": 8, "publish": "adapters"})
     with pytest.raises(ConfigError, match="vLLM's GPT2LMHeadModel takes no adapters"):
         engine_config(config, seed=3)
@@ -459,7 +545,9 @@ def test_a_tower_is_loaded_without_images_too() -> None:
 
 
 @pytest.mark.long
-def test_a_server_asks_about_images_without_kernels_of_delta_nets(tmp_path: Path) -> None:
+def test_a_server_asks_about_images_without_kernels_of_delta_nets(
+    tmp_path: Path,
+) -> None:
     # vLLM forks the engine only from a process without CUDA, which these kernels start.
     make_seeing_model(tmp_path, "qwen3_5_moe")
     largest = load_processor(tmp_path).max_tokens
@@ -473,5 +561,7 @@ def test_adapters_apart_beside_experts_are_refused_on_a_cpu(tmp_path: Path) -> N
     lora = {"rank": 8, "target_modules": ["linear_qkv", "linear_proj"]}
     assert engine_config(config_with(folder, {}, lora), seed=3).lora_config is None
     config = config_with(folder, {}, lora | {"publish": "adapters"})
-    with pytest.raises(ConfigError, match="must be merged for a mixture of experts on a CPU"):
+    with pytest.raises(
+        ConfigError, match="must be merged for a mixture of experts on a CPU"
+    ):
         engine_config(config, seed=3)

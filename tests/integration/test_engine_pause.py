@@ -14,7 +14,11 @@ from slipstream.core.settings.role_sections import LoraSection
 from slipstream.core.types import PolicyVersion
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
-from slipstream.rollout_server.engine_interface import EngineDied, FinishReason, Sampling
+from slipstream.rollout_server.engine_interface import (
+    EngineDied,
+    FinishReason,
+    Sampling,
+)
 from slipstream.rollout_server.vllm import engine, engine_pause
 from slipstream.rollout_server.vllm.engine import VllmEngine
 from slipstream.rollout_server.vllm.engine_requests import TokenCounter
@@ -135,7 +139,9 @@ class Rig:
 
     async def ask(self, request_id: str) -> None:
         """A request that comes as far as it can."""
-        task = asyncio.create_task(self.engine.requests.generate(request_id, [1], SAMPLING, 4))
+        task = asyncio.create_task(
+            self.engine.requests.generate(request_id, [1], SAMPLING, 4)
+        )
         self.requests.append(task)
         for _ in range(20):
             await asyncio.sleep(0)
@@ -175,7 +181,12 @@ async def test_an_idle_engine_is_told_everything_at_once_and_lets_nothing_in_bef
     assert rig.llm.noted == all_calls
     await rig.engine.pauses.resume(PolicyVersion(0, 2))
     await rig.ask("last")
-    assert rig.llm.noted == [*all_calls, "request early", "request later", "request last"]
+    assert rig.llm.noted == [
+        *all_calls,
+        "request early",
+        "request later",
+        "request last",
+    ]
 
 
 async def test_a_probe_is_held_back_too(rig: Rig) -> None:
@@ -186,10 +197,16 @@ async def test_a_probe_is_held_back_too(rig: Rig) -> None:
     assert not any(noted.startswith("request") for noted in rig.llm.noted)
     await rig.engine.pauses.resume(PolicyVersion(0, 2))
     await rig.ask("last")
-    assert sorted(rig.llm.noted[-3:]) == ["request last", "request other", "request probe/0"]
+    assert sorted(rig.llm.noted[-3:]) == [
+        "request last",
+        "request other",
+        "request probe/0",
+    ]
 
 
-async def test_requests_that_run_go_on_only_when_the_update_was_judged(rig: Rig) -> None:
+async def test_requests_that_run_go_on_only_when_the_update_was_judged(
+    rig: Rig,
+) -> None:
     await rig.ask("running")
     await rig.update(2)
     assert rig.llm.noted == ["request running", "pause", "begin", "receive"]
@@ -215,7 +232,9 @@ async def test_an_answer_that_waits_behind_an_update_may_take_as_long_as_that(
     await receiving
 
 
-async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_anything_in(rig: Rig):
+async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_anything_in(
+    rig: Rig,
+):
     rig.llm.answer = {"error": "a bucket did not arrive"}
     await rig.prepare(2)
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
@@ -230,7 +249,9 @@ async def test_after_a_failed_update_an_idle_engine_is_paused_before_it_lets_any
     assert rig.llm.noted[3:] == ["version 0:2", "resume"]
 
 
-async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(rig: Rig) -> None:
+async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(
+    rig: Rig,
+) -> None:
     await rig.update(2)
     await rig.ask("held")
     await rig.engine.requests.cancel("held")
@@ -245,13 +266,20 @@ async def test_a_request_that_is_cancelled_while_it_is_held_back_ends_at_once(ri
     assert "request held" not in rig.llm.noted
 
 
-async def test_a_request_that_is_cancelled_on_its_way_to_the_engine_ends_there(rig: Rig) -> None:
+async def test_a_request_that_is_cancelled_on_its_way_to_the_engine_ends_there(
+    rig: Rig,
+) -> None:
     rig.llm.takes_requests.clear()
     await rig.ask("late")
     await rig.engine.requests.cancel("late")
     rig.llm.takes_requests.set()
     await rig.ask("other")
-    assert rig.llm.noted == ["abort late", "request late", "abort late", "request other"]
+    assert rig.llm.noted == [
+        "abort late",
+        "request late",
+        "abort late",
+        "request other",
+    ]
 
 
 async def test_an_engine_that_rests_is_not_busy(rig: Rig) -> None:
@@ -261,7 +289,9 @@ async def test_an_engine_that_rests_is_not_busy(rig: Rig) -> None:
     assert rig.engine.requests.use().paused_s > 0
 
 
-async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_inside(rig: Rig):
+async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_inside(
+    rig: Rig,
+):
     await rig.ask("running")
     await rig.engine.pauses.rest(give_back=False)
     await rig.ask("later")
@@ -270,7 +300,9 @@ async def test_an_engine_that_rests_keeps_its_version_and_lets_requests_wait_ins
     assert rig.llm.noted[3:] == ["version 0:1", "resume"]
 
 
-async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_the_version(rig):
+async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_the_version(
+    rig,
+):
     await rig.ask("running")
     await rig.engine.pauses.rest(give_back=True)
     assert rig.llm.noted[1:] == ["sleep 1 keep"]
@@ -285,7 +317,9 @@ async def test_memory_that_was_given_back_comes_weights_first_and_the_rest_with_
     assert rig.llm.noted[8:] == ["pause", "begin", "receive", "version 0:3", "resume"]
 
 
-async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_requests(rig: Rig):
+async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_requests(
+    rig: Rig,
+):
     await rig.engine.pauses.rest(give_back=True)
     await rig.update(2)
     await rig.ask("early")
@@ -296,30 +330,49 @@ async def test_an_idle_engine_that_gave_its_memory_back_has_it_before_it_takes_r
     assert rig.llm.noted[7:] == ["request early", "request last"]
 
 
-async def test_an_idle_engine_at_rest_discards_what_old_weights_have_computed(rig: Rig) -> None:
+async def test_an_idle_engine_at_rest_discards_what_old_weights_have_computed(
+    rig: Rig,
+) -> None:
     await rig.engine.pauses.rest(give_back=False)
     await rig.update(2)
-    assert rig.llm.noted == ["pause", "begin", "discard", "version 0:2", "resume", "receive"]
+    assert rig.llm.noted == [
+        "pause",
+        "begin",
+        "discard",
+        "version 0:2",
+        "resume",
+        "receive",
+    ]
 
 
-async def test_an_engine_without_new_weights_takes_all_its_memory_at_once(rig: Rig) -> None:
+async def test_an_engine_without_new_weights_takes_all_its_memory_at_once(
+    rig: Rig,
+) -> None:
     await rig.engine.pauses.rest(give_back=True)
     await rig.engine.pauses.resume(PolicyVersion(0, 1))
     assert rig.llm.noted == ["sleep 1 keep", "version 0:1", "wake the rest"]
 
 
-async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(rig, monkeypatch) -> None:
+async def test_an_engine_that_does_not_pause_or_resume_is_taken_for_dead(
+    rig, monkeypatch
+) -> None:
     monkeypatch.setattr(engine_pause, "ANSWER_LIMIT_S", 0.01)
     rig.llm.answers_behind_update = True
     rig.llm.arrived.clear()
     async with asyncio.timeout(LIMIT_S):
-        with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
+        with pytest.raises(
+            EngineDied, match=r"neither paused nor resumed within 0\.01 s"
+        ):
             await rig.engine.pauses.pause()
-        with pytest.raises(EngineDied, match=r"neither paused nor resumed within 0\.01 s"):
+        with pytest.raises(
+            EngineDied, match=r"neither paused nor resumed within 0\.01 s"
+        ):
             await rig.engine.pauses.resume(PolicyVersion(0, 1))
 
 
-async def test_an_engine_that_generates_no_more_is_taken_for_dead(rig: Rig, monkeypatch) -> None:
+async def test_an_engine_that_generates_no_more_is_taken_for_dead(
+    rig: Rig, monkeypatch
+) -> None:
     monkeypatch.setattr(engine, "SILENCE_LIMIT_S", 0.05)
     async with asyncio.timeout(LIMIT_S):
         await rig.engine.pauses.pause()
@@ -329,7 +382,9 @@ async def test_an_engine_that_generates_no_more_is_taken_for_dead(rig: Rig, monk
             async with asyncio.timeout(0.3):
                 await rig.engine.watch()
         await rig.engine.pauses.resume(PolicyVersion(0, 1))
-        with pytest.raises(EngineDied, match=r"made no step for 0\.05 s, with 1 open requests"):
+        with pytest.raises(
+            EngineDied, match=r"made no step for 0\.05 s, with 1 open requests"
+        ):
             await rig.engine.watch()
         rig.requests[0].cancel()
         await asyncio.wait(rig.requests)

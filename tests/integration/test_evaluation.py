@@ -18,7 +18,8 @@ def evaluation_leases(server: FakeServer, name: str = "held") -> list:
     return [
         lease
         for lease in server.leases
-        if lease.purpose == trajectory_pb2.EPISODE_PURPOSE_EVALUATION and lease.environment == name
+        if lease.purpose == trajectory_pb2.EPISODE_PURPOSE_EVALUATION
+        and lease.environment == name
     ]
 
 
@@ -29,19 +30,27 @@ async def test_every_round_takes_the_same_tasks_with_the_same_seeds(tmp_path):
         run__steps=4,
     )
     server = FakeServer(config.controller.address)
-    await play(config, server, trainer=FakeTrainer(config.controller.address, step_s=0.05))
+    await play(
+        config, server, trainer=FakeTrainer(config.controller.address, step_s=0.05)
+    )
     leases = evaluation_leases(server)
     rounds = [leases[start : start + 6] for start in range(0, len(leases), 6)]
     assert len(rounds) == 3
-    tasks = [Counter((lease.task_index, lease.seed) for lease in leases) for leases in rounds]
+    tasks = [
+        Counter((lease.task_index, lease.seed) for lease in leases) for leases in rounds
+    ]
     assert tasks[0] == {(0, 0): 2, (1, 1): 2, (2, 2): 2}
     assert tasks[1] == tasks[2] == tasks[0]
     # The journal knows each episode and each round.
     records = records_of(config.run_dir)
-    leased = {r["group"]: r["version"] for r in records if r["kind"] == "evaluation_lease"}
+    leased = {
+        r["group"]: r["version"] for r in records if r["kind"] == "evaluation_lease"
+    }
     ended = [r["id"].split(".")[0] for r in records if r.get("end") == "evaluated"]
     assert sorted(leased) == sorted(set(ended))
-    rounds = [(r["version"], r["episodes"]) for r in records if r["kind"] == "evaluation"]
+    rounds = [
+        (r["version"], r["episodes"]) for r in records if r["kind"] == "evaluation"
+    ]
     assert rounds == [(version, 6) for version in sorted(set(leased.values()))]
 
 
@@ -80,14 +89,18 @@ async def test_every_round_keeps_replies_to_the_same_first_tasks(tmp_path):
         assert "reply" in row
         assert "lag" not in row
     first_record, last_record = [
-        record for record in records_of(config.run_dir) if record["kind"] == "evaluation"
+        record
+        for record in records_of(config.run_dir)
+        if record["kind"] == "evaluation"
     ]
     checksums = [zlib.crc32(line) for line in lines]
     assert first_record["replies_crc32"] == checksums[:5]
     assert last_record["replies_crc32"] == checksums[5:]
 
 
-async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(tmp_path, caplog):
+async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(
+    tmp_path, caplog
+):
     def first_task_passes(lease, member, attempt):
         return float(lease.task_index == 0)
 
@@ -116,10 +129,15 @@ async def test_a_round_takes_no_task_twice_and_says_once_that_fewer_are_there(tm
 async def test_an_evaluation_on_a_scale_from_0_to_10_says_that_it_has_no_pass_rates(
     tmp_path, caplog
 ):
-    scales = [{"name": "unsaid", "num_episodes": 4}, {"name": "said", "num_episodes": 4}]
+    scales = [
+        {"name": "unsaid", "num_episodes": 4},
+        {"name": "said", "num_episodes": 4},
+    ]
     scales[1]["pass_reward"] = 7.0
     config = make_config(tmp_path, *scales, run__steps=2)
-    server = FakeServer(config.controller.address, judge=lambda lease, member, attempt: 7.0)
+    server = FakeServer(
+        config.controller.address, judge=lambda lease, member, attempt: 7.0
+    )
     await play(config, server)
     for row in evaluation_rows(config):
         assert row["said/pass_at_1"] == 1.0
@@ -149,9 +167,13 @@ async def test_each_evaluation_has_its_own_settings(tmp_path):
     )
     server = FakeServer(config.controller.address)
     await play(config, server)
-    greedy, sampled = (evaluation_leases(server, name) for name in ("greedy", "sampled"))
+    greedy, sampled = (
+        evaluation_leases(server, name) for name in ("greedy", "sampled")
+    )
     assert len(greedy) == 2 * 2
-    assert {(x.sampling.temperature, x.sampling.max_reply_tokens) for x in greedy} == {(0.0, 3)}
+    assert {(x.sampling.temperature, x.sampling.max_reply_tokens) for x in greedy} == {
+        (0.0, 3)
+    }
     assert {x.sampling.top_p for x in greedy} == {0.9}
     assert len(sampled) == 2 * 4
     assert {(x.sampling.temperature, x.sampling.top_p) for x in sampled} == {(0.7, 0.5)}
@@ -160,12 +182,16 @@ async def test_each_evaluation_has_its_own_settings(tmp_path):
     assert {tuple(x.sampling.stop_token_ids) for x in server.leases} == {(5, 6)}
     assert {tuple(x.sampling.stop) for x in server.leases} == {("</call>",)}
     # Values for the template belong to one environment.
-    assert {x.chat_template_kwargs_json for x in greedy} == {'{"enable_thinking": false}'}
+    assert {x.chat_template_kwargs_json for x in greedy} == {
+        '{"enable_thinking": false}'
+    }
     leases = [x for x in server.leases if x.environment != "greedy"]
     assert {x.chat_template_kwargs_json for x in leases} == {""}
 
 
-async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event(tmp_path, caplog):
+async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event(
+    tmp_path, caplog
+):
     counter = Counter()
 
     def by_task(lease, member, attempt):
@@ -178,7 +204,9 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
         return float(lease.task_index == 1 and counter[1] % 2)
 
     config = make_config(
-        tmp_path, {"name": "held", "num_episodes": 8, "samples_per_task": 2}, run__steps=1
+        tmp_path,
+        {"name": "held", "num_episodes": 8, "samples_per_task": 2},
+        run__steps=1,
     )
     server = FakeServer(config.controller.address, judge=by_task)
     with caplog.at_level("INFO"):
@@ -200,7 +228,9 @@ async def test_a_round_tells_its_statistics_in_the_file_the_summary_and_an_event
     ) in caplog.messages
 
 
-async def test_training_goes_on_while_a_round_runs_and_the_round_keeps_its_version(tmp_path):
+async def test_training_goes_on_while_a_round_runs_and_the_round_keeps_its_version(
+    tmp_path,
+):
     config = make_config(tmp_path, {"name": "held", "num_episodes": 4}, run__steps=6)
     address = config.controller.address
     servers = [FakeServer(address, "a"), FakeServer(address, "b")]

@@ -68,7 +68,9 @@ def computed(
 
 @pytest.mark.parametrize("stages", [1, 2], ids=["one stage", "two stages"])
 @pytest.mark.parametrize("case", CASES)
-def test_an_engine_computes_what_transformers_does(case: str, stages: int, tmp_path: Path) -> None:
+def test_an_engine_computes_what_transformers_does(
+    case: str, stages: int, tmp_path: Path
+) -> None:
     sizes = WIDER_EXPERTS.get(case.split(".")[0], {})
     if case.startswith(("olmo", "mimo", "smollm3")):
         sizes = sizes | WIDER_HEADS
@@ -81,7 +83,9 @@ def test_an_engine_computes_what_transformers_does(case: str, stages: int, tmp_p
 
 
 @pytest.mark.parametrize("case", ["qwen3-next.glm", "qwen35.glm", "qwen35-moe.glm"])
-def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(case: str, tmp_path: Path):
+def test_an_engine_in_bfloat16_computes_delta_nets_as_transformers_does(
+    case: str, tmp_path: Path
+):
     logprobs, expected, apart = computed(tmp_path, case, **DELTA_NETS)
     gaps = np.abs(logprobs - expected).mean(axis=1)
     print(f"mean gaps {gaps}, {apart} between the models")

@@ -18,7 +18,11 @@ from support.rigs.forking_engine import start_up_to_the_fork
 pytestmark = pytest.mark.long
 
 DELTA_NETS = ("qwen3-next", "qwen35", "qwen3_5")
-LORA = {"rank": 8, "publish": "adapters", "target_modules": ["linear_qkv", "linear_proj"]}
+LORA = {
+    "rank": 8,
+    "publish": "adapters",
+    "target_modules": ["linear_qkv", "linear_proj"],
+}
 # Every family of decoders once, and families with a tower.
 DECODERS = list({case.split(".")[0]: case for case in CASES}.values())
 SEEING = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"]
@@ -56,7 +60,9 @@ def config_of(folder: Path, *, has_adapters: bool) -> Config:
         for family in (*DECODERS, *SEEING)
     ],
 )
-def test_a_server_forks_its_engine_without_kernels_that_start_cuda(family: str, tmp_path: Path):
+def test_a_server_forks_its_engine_without_kernels_that_start_cuda(
+    family: str, tmp_path: Path
+):
     folder = folder_of(family, tmp_path / family)
     for has_adapters in (False, True):
         config = config_of(folder, has_adapters=has_adapters)
@@ -69,7 +75,9 @@ def test_a_server_forks_its_engine_without_kernels_that_start_cuda(family: str, 
         assert in_ranks(1, start_up_to_the_fork, config) == [[]]
 
 
-async def test_a_server_that_started_cuda_does_not_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_started_cuda_does_not_serve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from slipstream.rollout_server.vllm import engine
     from vllm.utils import system_utils
 

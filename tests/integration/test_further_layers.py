@@ -33,7 +33,11 @@ OF_DEEPSEEK = (
 # its matrix of embedding and hidden state, of which it takes one, and its norms.
 CASES = {
     "mimo.default": (
-        {"num_attention_heads": 2, "num_key_value_heads": 1, "num_nextn_predict_layers": 1},
+        {
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "num_nextn_predict_layers": 1,
+        },
         "model.mtp_layers.0.",
         ("input_proj.weight", 1),
         ("token_layernorm", "hidden_layernorm", "final_layernorm"),
@@ -61,7 +65,11 @@ def make_folder(folder: Path, case: str) -> Weights:
     hidden = values["hidden_size"]
     layers = values["num_hidden_layers"]
     last = f"model.layers.{layers - 1}."
-    further = {k.removeprefix(last): v.clone() for k, v in weights.items() if k.startswith(last)}
+    further = {
+        k.removeprefix(last): v.clone()
+        for k, v in weights.items()
+        if k.startswith(last)
+    }
     further |= {f"{norm}.weight": torch.ones(hidden) for norm in norms}
     further[f"{norms[-1]}.weight"] = weights["model.norm.weight"].clone()
     halves = [torch.zeros(hidden, hidden)] * 2
@@ -104,7 +112,9 @@ def next_token(weights: Weights, token: int) -> int:
     return int((output @ (normed * weights["model.norm.weight"])).argmax())
 
 
-async def test_a_publish_reaches_the_embeddings_with_which_the_layers_draft(rig: Rig) -> None:
+async def test_a_publish_reaches_the_embeddings_with_which_the_layers_draft(
+    rig: Rig,
+) -> None:
     for step, weights in enumerate((rig.old, rig.new)):
         await rig.publish(weights, step)
         before = rig.engine.requests.use()
@@ -118,7 +128,9 @@ async def test_a_publish_reaches_the_embeddings_with_which_the_layers_draft(rig:
         assert 0 < drafted == accepted
 
 
-async def test_tokens_after_a_publish_in_flight_are_those_of_the_new_weights(rig: Rig) -> None:
+async def test_tokens_after_a_publish_in_flight_are_those_of_the_new_weights(
+    rig: Rig,
+) -> None:
     await rig.publish(rig.old, 3)
     start = rig.engine.requests.use().generated_tokens
     replies = [
@@ -129,7 +141,11 @@ async def test_tokens_after_a_publish_in_flight_are_those_of_the_new_weights(rig
     await rig.publish(rig.new, 4)
     crossed = 0
     for reply, prompt in zip(await asyncio.gather(*replies), PROMPTS, strict=True):
-        versions = [span.version.step for span in reply.version_spans for _ in range(span.length)]
+        versions = [
+            span.version.step
+            for span in reply.version_spans
+            for _ in range(span.length)
+        ]
         tokens = [prompt[-1], *reply.token_ids.tolist()]
         for version, (last, sampled) in zip(versions, pairwise(tokens), strict=True):
             assert sampled == next_token(rig.old if version == 3 else rig.new, last)

@@ -43,7 +43,10 @@ def live(tmp_path_factory) -> Iterator[LiveRun]:
     summary = run.summary()
     # The claims of liars on their own tokens are in the ledger; the trained ones are the honest
     # server's.
-    assert (summary["steps"], summary["ledger"]["trained"]) == (6, 6 * 16 * run.server.reply_tokens)
+    assert (summary["steps"], summary["ledger"]["trained"]) == (
+        6,
+        6 * 16 * run.server.reply_tokens,
+    )
     assert run.complaints.lines == []
 
 
@@ -68,9 +71,17 @@ def changed(**fields) -> bytes:
 
 
 def submitted(**fields) -> Case:
-    spec = {"name": "x", "reference": "m:E", "weight": 1.0, "timeout_s": 1.0, "num_workers": 1}
+    spec = {
+        "name": "x",
+        "reference": "m:E",
+        "weight": 1.0,
+        "timeout_s": 1.0,
+        "num_workers": 1,
+    }
     environment = environment_pb2.EnvironmentSpec(purpose=1, **(spec | fields))
-    return said("SubmitEnvironment", environment_pb2.SubmitEnvironmentRequest(spec=environment))
+    return said(
+        "SubmitEnvironment", environment_pb2.SubmitEnvironmentRequest(spec=environment)
+    )
 
 
 def reported(**fields) -> Case:
@@ -78,8 +89,12 @@ def reported(**fields) -> Case:
 
 
 EMPTY = trajectory_pb2.Trajectory()
-SPANS = trajectory_pb2.Trajectory(version_spans=[trajectory_pb2.VersionSpan()] * 100_000)
-NAMES = trajectory_pb2.Trajectory(metrics={f"a\x1b[2J{n}": float("nan") for n in range(10_000)})
+SPANS = trajectory_pb2.Trajectory(
+    version_spans=[trajectory_pb2.VersionSpan()] * 100_000
+)
+NAMES = trajectory_pb2.Trajectory(
+    metrics={f"a\x1b[2J{n}": float("nan") for n in range(10_000)}
+)
 
 
 @given(case=cases(CALLS))
@@ -90,16 +105,26 @@ NAMES = trajectory_pb2.Trajectory(metrics={f"a\x1b[2J{n}": float("nan") for n in
 @example(case=delivered(EMPTY.SerializeToString()))
 # More branches than a run takes, and one without a sampled token.
 @example(
-    case=delivered(honest_trajectory(run_lengths=(3, 5) + (0,) * 34, branches=(Branch(2),) * 18))
+    case=delivered(
+        honest_trajectory(run_lengths=(3, 5) + (0,) * 34, branches=(Branch(2),) * 18)
+    )
 )
-@example(case=delivered(honest_trajectory(run_lengths=(1, 5, 2, 0), branches=(Branch(2),) * 2)))
+@example(
+    case=delivered(
+        honest_trajectory(run_lengths=(1, 5, 2, 0), branches=(Branch(2),) * 2)
+    )
+)
 @example(case=delivered(honest_tree()))
 # A message that ended the controller.
 @example(case=Case("Deliver", False, (delivery(b"junk", "ä" * 150),)))
-@example(case=reported(environment=fleet_pb2.EnvironmentReport(environment="e", num_tasks=2)))
+@example(
+    case=reported(environment=fleet_pb2.EnvironmentReport(environment="e", num_tasks=2))
+)
 @example(
     case=reported(
-        lease=fleet_pb2.LeaseReport(group_id="g000001", closed=True, next_attempt=2**32 - 1)
+        lease=fleet_pb2.LeaseReport(
+            group_id="g000001", closed=True, next_attempt=2**32 - 1
+        )
     )
 )
 @example(case=delivered(changed(attempt=2**32 - 1, status=3)))
@@ -113,7 +138,11 @@ NAMES = trajectory_pb2.Trajectory(metrics={f"a\x1b[2J{n}": float("nan") for n in
 # Junk under the name of another server.
 @example(case=Case("Deliver", False, (delivery(b"junk", "g000001.0.0.1"),)))
 # A failure of a trainer that the controller does not know.
-@example(case=said("ReportFailure", trainer_pb2.TrainerFailure(message="made up", final=True)))
+@example(
+    case=said(
+        "ReportFailure", trainer_pb2.TrainerFailure(message="made up", final=True)
+    )
+)
 # Clients.
 @example(case=submitted(num_workers=2**32 - 1))
 @example(case=submitted(num_workers=0))
@@ -144,10 +173,14 @@ def test_many_callers_at_once_get_known_answers(live: LiveRun):
     assert answers.broken == []
     assert answers.messages > 16 * BUDGET.rounds
     # After the first checks, too.
-    assert {f"{name} OK" for name in ("Join", "Deliver", "ServeEpisodes")} <= answers.codes.keys()
+    assert {
+        f"{name} OK" for name in ("Join", "Deliver", "ServeEpisodes")
+    } <= answers.codes.keys()
 
 
-@pytest.mark.parametrize("names", [("StopRun",), ("DrainServer",), ("Register",), tuple(METHODS)])
+@pytest.mark.parametrize(
+    "names", [("StopRun",), ("DrainServer",), ("Register",), tuple(METHODS)]
+)
 def test_a_run_that_its_callers_may_end_ends_in_order(tmp_path, names):
     answers = Answers()
     draw = random.Random("/".join(names))
@@ -160,7 +193,9 @@ def test_a_run_that_its_callers_may_end_ends_in_order(tmp_path, names):
                 case = random_case(draw, names)
                 if number % 4 == 1:
                     epochs.append((await registered(channel))[0] or epochs[-1])
-                answers.note(case, *await answered(channel, case, epochs[-1]), also=ENDED)
+                answers.note(
+                    case, *await answered(channel, case, epochs[-1]), also=ENDED
+                )
 
         run.do(call)
         # A fuzzed call may have taken the trainer's place; that trainer leaves in order.

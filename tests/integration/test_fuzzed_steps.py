@@ -161,7 +161,10 @@ class RandomStep:
         if loss != "reinforce" and self._is(0.3):
             arguments["ratio"] = "behavior"
         else:
-            weight = {"weight": self._one("token", "sequence")}, {"cap": self._one(1.1, 2.0)}
+            weight = (
+                {"weight": self._one("token", "sequence")},
+                {"cap": self._one(1.1, 2.0)},
+            )
             weighting, cap = self._one(weight, ({"weight": "none"}, {}))
             table |= weighting
             bands |= cap
@@ -178,11 +181,16 @@ class RandomStep:
             table["kl"] = {"coefficient": 0.7, "estimator": estimator}
         elif kind == "reward":
             estimator = self._one("k1", "k2", "k3")
-            table["kl"] = {"coefficient": 0.1, "estimator": estimator, "placement": "reward"}
+            table["kl"] = {
+                "coefficient": 0.1,
+                "estimator": estimator,
+                "placement": "reward",
+            }
         if self._is(0.3):
             penalty = {"penalty": 0.7, "cache_tokens": 4}
             table |= self._one(
-                {"leave_out_truncated": True}, {"reward": "overlong", "reward_args": penalty}
+                {"leave_out_truncated": True},
+                {"reward": "overlong", "reward_args": penalty},
             )
         return table
 
@@ -190,8 +198,12 @@ class RandomStep:
         config = self.config
         episodes = []
         size = config.algorithm.group_size
-        settings = {environment.name for environment in config.environments if self._is(0.25)}
-        own_limits = {environment.name: self._one(0, 0, 5) for environment in config.environments}
+        settings = {
+            environment.name for environment in config.environments if self._is(0.25)
+        }
+        own_limits = {
+            environment.name: self._one(0, 0, 5) for environment in config.environments
+        }
         prompt: list[int] = []
         for group in range(GROUPS):
             name = config.environments[group % len(config.environments)].name
@@ -215,7 +227,9 @@ class RandomStep:
                     status=Status.TRUNCATED if self._is(0.25) else Status.COMPLETED,
                 )
                 episodes.append(
-                    self._with_sets(trajectory) if config.replays_sampling else trajectory
+                    self._with_sets(trajectory)
+                    if config.replays_sampling
+                    else trajectory
                 )
         return Batch(STEP, "batch", tuple(episodes))
 
@@ -231,10 +245,16 @@ class RandomStep:
         parts = [self._conversation(prompt)]
         for _ in range(self._one(0, 0, 1, 3)):
             earlier, _ = parts[self._random.integers(len(parts))]
-            parts.append(self._conversation(earlier[: self._random.integers(1, len(earlier) + 1)]))
+            parts.append(
+                self._conversation(
+                    earlier[: self._random.integers(1, len(earlier) + 1)]
+                )
+            )
         runs = [length for _, lengths in parts for length in lengths]
         sampled = sum(length for _, lengths in parts for length in lengths[1::2])
-        shares = {name: self._one(0.0, 0.5, 1.0, 2.0) for name in ("x", "y")} | {"": 1.0}
+        shares = {name: self._one(0.0, 0.5, 1.0, 2.0) for name in ("x", "y")} | {
+            "": 1.0
+        }
         # All branches named "x" have one reward, which is not the episode's.
         rewards = {"x": float(self._random.normal())}
         names = [self._one("", "x", "y") for _ in parts]
@@ -247,10 +267,14 @@ class RandomStep:
         logprobs = self._random.normal(-np.log(VOCAB), 0.5, sampled).clip(max=-0.01)
         return dataclasses.replace(
             bare,
-            token_ids=np.array([t for tokens, _ in parts for t in tokens], dtype=np.uint32),
+            token_ids=np.array(
+                [t for tokens, _ in parts for t in tokens], dtype=np.uint32
+            ),
             run_lengths=tuple(runs),
             behavior_logprobs=logprobs.astype(np.float32),
-            version_spans=tuple(VersionSpan(n, PolicyVersion(0, s)) for n, s in spans if n),
+            version_spans=tuple(
+                VersionSpan(n, PolicyVersion(0, s)) for n, s in spans if n
+            ),
             branches=tuple(branches) if len(parts) > 1 else (),
             reference=self._said(sampled),
         )
@@ -282,7 +306,9 @@ class RandomStep:
         shares = self._random.dirichlet(np.ones(top_k + 1), sampled)[:, :top_k]
         logprobs = self._random.normal(-3, 1, sampled).clip(max=-0.01)
         return ReferenceLogprobs(
-            logprobs.astype(np.float32), ids.astype(np.uint32), np.log(shares).astype(np.float32)
+            logprobs.astype(np.float32),
+            ids.astype(np.uint32),
+            np.log(shares).astype(np.float32),
         )
 
 
@@ -296,7 +322,9 @@ def run_rank(folder: Path, job: str) -> None:
     training = TrainingStep(policy, step.config, step_parts(step.config, policy))
     before = weights_of(policy)
     metrics = training.run(step.batch).metrics
-    moves = {n: t.double() - before[n].double() for n, t in hf_tensors(policy, torch.float32)}
+    moves = {
+        n: t.double() - before[n].double() for n, t in hf_tensors(policy, torch.float32)
+    }
     kept(policy, {"metrics": metrics, "moves": moves}, folder / f"step-{job}.pt")
 
 
@@ -316,7 +344,9 @@ def test_a_fuzzed_step_moves_the_weights_as_documented(seed, folder, rank_pool):
     step = RandomStep(seed, folder)
     config = step.config
     ranks = config.learner.world_size
-    result = rank_pool.found(__file__, {str(seed): ranks}, folder, "step-{}.pt")[str(seed)]
+    result = rank_pool.found(__file__, {str(seed): ranks}, folder, "step-{}.pt")[
+        str(seed)
+    ]
     plain = PlainStep(config.model.path, config)
     if config.reference is not None and config.reference.server is None:
         plain.reference = PlainStep(config.reference.path, config)
@@ -325,8 +355,12 @@ def test_a_fuzzed_step_moves_the_weights_as_documented(seed, folder, rank_pool):
     if expected["grad_norm"] > DIVERGED:
         pytest.skip(f"the step diverges (gradients of {expected['grad_norm']:.0e})")
     for name in ("loss", "grad_norm"):
-        assert result["metrics"][name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5), name
+        assert result["metrics"][name] == pytest.approx(
+            expected[name], rel=1e-4, abs=1e-5
+        ), name
     moves = {name: tensor - before[name] for name, tensor in plain.weights().items()}
     largest = max(float(move.abs().max()) for move in moves.values())
-    worst = max(float((result["moves"][n] - moves[n]).abs().max()) for n in result["moves"])
+    worst = max(
+        float((result["moves"][n] - moves[n]).abs().max()) for n in result["moves"]
+    )
     assert worst <= 1e-3 * largest

@@ -16,7 +16,9 @@ from support.rigs.completed import completed
 from support.rigs.run_processes import LONG_RUN, PROGRAM, ROOT, checked
 
 pytestmark = [*LONG_RUN, pytest.mark.timeout(600)]
-AGENTS, DEMONSTRATIONS = (ROOT / f"docs/guides/{n}.md" for n in ("agents", "demonstrations"))
+AGENTS, DEMONSTRATIONS = (
+    ROOT / f"docs/guides/{n}.md" for n in ("agents", "demonstrations")
+)
 GOES_ON = "slipstream run deploy/configs/quickstart.toml"
 
 
@@ -39,7 +41,11 @@ def test_every_command_about_agents_works(folder: Path) -> None:
     steps = 20
     reader = Reader(AGENTS, folder, steps, meanwhile=("python serve_agents.py",))
     reader.go()
-    (message,) = (text for command, text in reader.outputs.items() if "slipstream check" in command)
+    (message,) = (
+        text
+        for command, text in reader.outputs.items()
+        if "slipstream check" in command
+    )
     assert "100 tasks, the first call is POST /v1/chat/completions, in " in message
     summary = checked(folder / "runs" / "agents")
     assert summary["steps"] == steps
@@ -48,7 +54,9 @@ def test_every_command_about_agents_works(folder: Path) -> None:
     assert reader.outputs["python serve_agents.py"] == ""
 
 
-async def test_the_program_about_agents_solves_its_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_program_about_agents_solves_its_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # A reader has activated the environment.
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     blocks = blocks_of(AGENTS, "toml")
@@ -62,7 +70,9 @@ async def test_the_program_about_agents_solves_its_tasks(monkeypatch: pytest.Mon
     host = EpisodeHost(environment)
     for reply, reward in ((add, 1.0), (lambda _: "5", 0.0)):
         for index in range(2):
-            episode = Episode(host, answers(reply), key=f"{index}.{reward}", task_index=index)
+            episode = Episode(
+                host, answers(reply), key=f"{index}.{reward}", task_index=index
+            )
             answer = await episode.run()
             assert answer.agent_result.reward == reward, answer
     await host.close_all()

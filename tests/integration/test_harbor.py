@@ -57,7 +57,9 @@ echo "{\\"reward\\": $right, \\"knows_endpoint\\": $knows}" > /logs/verifier/rew
 """
 
 
-def make_task(folder: Path, name: str, *, solution: str, verifier: str = VERIFIER) -> None:
+def make_task(
+    folder: Path, name: str, *, solution: str, verifier: str = VERIFIER
+) -> None:
     files = {
         "task.toml": TASK,
         "instruction.md": "Write 7 to /app/answer.txt",
@@ -96,7 +98,9 @@ def program(args: dict[str, Any], *episodes: dict[str, Any]) -> list[str]:
 
 
 def play(args: dict[str, Any], *episodes: dict[str, Any]) -> list[dict[str, Any]]:
-    ended = completed(program(args, *episodes), cwd=FAKES, env=variables(), timeout=LIMIT_S)
+    ended = completed(
+        program(args, *episodes), cwd=FAKES, env=variables(), timeout=LIMIT_S
+    )
     lines = [line for line in ended.stdout.splitlines() if line.startswith(MARK)]
     assert lines, ended.stdout + ended.stderr
     (line,) = lines
@@ -136,7 +140,9 @@ def test_rewards_are_the_verifiers_and_exceptions_are_failures(tmp_path: Path) -
     assert right["metrics"] == {"reward_knows_endpoint": 0.0, "ended_by_limit": 0.0}
     assert not right["requests"]
     assert "Harbor's trial ended by RewardFileNotFoundError" in silent["failure"]
-    assert "the verifier gave no reward 'reward'; its rewards: score" in unnamed["failure"]
+    assert (
+        "the verifier gave no reward 'reward'; its rewards: score" in unnamed["failure"]
+    )
 
 
 def test_an_agent_inside_calls_its_model_without_network_and_its_verifier_is_not_told(
@@ -161,9 +167,13 @@ def test_an_agent_on_the_host_calls_its_model(tmp_path: Path) -> None:
     assert len(played["requests"]) == 1
 
 
-def test_terminus_calls_its_model_from_the_host_and_types_in_the_sandbox(tmp_path: Path) -> None:
+def test_terminus_calls_its_model_from_the_host_and_types_in_the_sandbox(
+    tmp_path: Path,
+) -> None:
     if shutil.which("tmux") is None:
-        pytest.skip("Terminus-2 needs tmux in its sandbox, which has the programs of the host")
+        pytest.skip(
+            "Terminus-2 needs tmux in its sandbox, which has the programs of the host"
+        )
     make_task(tmp_path, "task", solution="true")
     keys = {"keystrokes": "echo 7 > /app/answer.txt\n", "duration": 0.1}
     step = {
@@ -191,7 +201,9 @@ def refusal(code: str, message: str) -> dict[str, Any]:
 def test_an_agent_that_meets_a_limit_of_the_episode_is_scored(tmp_path: Path) -> None:
     make_task(tmp_path, "task", solution="true")
     turns = refusal("max_turns_exceeded", f"{EPISODE_LIMIT} sampling.max_turns = 1")
-    tokens = refusal("context_length_exceeded", "prompt is too long: 30 tokens leave no room")
+    tokens = refusal(
+        "context_length_exceeded", "prompt is too long: 30 tokens leave no room"
+    )
     other = refusal("invalid_request", "n must be 1, got 2: send one call for each")
     agent = {
         "name": "terminus-2",
@@ -236,7 +248,9 @@ def test_nothing_of_a_sandbox_stays_behind_its_worker_and_its_episode(
         lines = (line for line in worker.stdout if line.startswith(SLEEPS))
         sleeper = next(lines).removeprefix(SLEEPS).split()
         wait_until(lambda: len(running(sleeper)) == 2)
-        assert {path.name.rpartition("-")[0] for path in folder.glob("slipstream-*")} == {
+        assert {
+            path.name.rpartition("-")[0] for path in folder.glob("slipstream-*")
+        } == {
             "slipstream-agent",
             "slipstream-relay",
         }
@@ -268,12 +282,27 @@ def test_an_agent_in_a_sandbox_finds_no_way_out(tmp_path: Path) -> None:
     ("args", "cause"),
     [
         ({"agent": "oracel"}, "Harbor refuses the trial"),
-        ({"agent": "oracle", "include": ["none*"]}, "no task has a name like 'none*': task"),
+        (
+            {"agent": "oracle", "include": ["none*"]},
+            "no task has a name like 'none*': task",
+        ),
         ({"agent": "oracle", "exclude": ["task"]}, "include and exclude leave no task"),
-        ({"agent": "oracle", "trial": {"task": {}}}, "trial.task is set for each episode"),
-        ({"agent": "oracle", "trial": {"install_only": True}}, "trial must run the agent"),
-        ({"agent": {"name": "codex", "base_url": "x"}}, "agent.base_url is set for each"),
-        ({"agent": {"name": "nop", "env": {"OPENAI_API_KEY": "k"}}}, "agent.env.OPENAI_API_KEY is"),
+        (
+            {"agent": "oracle", "trial": {"task": {}}},
+            "trial.task is set for each episode",
+        ),
+        (
+            {"agent": "oracle", "trial": {"install_only": True}},
+            "trial must run the agent",
+        ),
+        (
+            {"agent": {"name": "codex", "base_url": "x"}},
+            "agent.base_url is set for each",
+        ),
+        (
+            {"agent": {"name": "nop", "env": {"OPENAI_API_KEY": "k"}}},
+            "agent.env.OPENAI_API_KEY is",
+        ),
         ({"agent": "oracle", "tasks": "/nowhere"}, "/nowhere has no task of Harbor"),
     ],
 )

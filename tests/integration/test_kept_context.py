@@ -20,7 +20,9 @@ CACHED_TOKENS = 128
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
-    async with engine_rig(tmp_path_factory.mktemp("model"), recompute_context=False) as rig:
+    async with engine_rig(
+        tmp_path_factory.mktemp("model"), recompute_context=False
+    ) as rig:
         yield rig
 
 
@@ -28,7 +30,9 @@ async def cached_tokens(rig: Rig, name: str) -> int:
     return (await rig.generate(name, LONG_PROMPT, 2)).cached_tokens
 
 
-async def test_replies_go_on_with_the_context_that_older_weights_computed(rig: Rig) -> None:
+async def test_replies_go_on_with_the_context_that_older_weights_computed(
+    rig: Rig,
+) -> None:
     await rig.publish(rig.old, 1)
     replies = await rig.begun("kept", 4, 80, ENDLESS)
     await rig.publish(rig.new, 2)
@@ -60,7 +64,9 @@ async def test_cached_prefixes_serve_no_request_of_a_newer_version(rig: Rig) -> 
     await asyncio.gather(*replies)
 
 
-async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weights_alone(rig: Rig):
+async def test_a_request_that_comes_during_an_update_is_served_by_the_new_weights_alone(
+    rig: Rig,
+):
     await rig.publish(rig.old, 7)
     await cached_tokens(rig, "older")
     replies = await rig.begun("meanwhile", 4, 80, ENDLESS)

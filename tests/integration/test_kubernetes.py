@@ -140,7 +140,12 @@ def manifests(folder: Path) -> list[dict[str, Any]]:
     hosts = (f"{RUN}-learner-0-0.{RUN}", f"{RUN}-queue")
     secrets = helm_chart.secrets_of(RUN, folder / "secrets", *hosts)
     make = ["create", "configmap", f"{RUN}-code", f"--from-file={folder / 'code'}"]
-    command = [str(helm_chart.TOOLS / "kubectl"), *make, "--dry-run=client", "--output=yaml"]
+    command = [
+        str(helm_chart.TOOLS / "kubectl"),
+        *make,
+        "--dry-run=client",
+        "--output=yaml",
+    ]
     code = completed(command, check=True).stdout
     claim = {"kind": "PersistentVolumeClaim", "metadata": {"name": "models"}}
     return [*helm_chart.resources(f"{chart}\n---\n{secrets}\n{code}"), claim]
@@ -151,7 +156,9 @@ def carry_out(story: Story) -> None:
     pods = story.pods
     program = Path(__file__).parents[1] / "support" / "fakes" / "tls_valkey.py"
     # The wheel's Valkey has no TLS.
-    queue = pods.resources["StatefulSet", "quickstart-queue"]["spec"]["template"]["spec"]
+    queue = pods.resources["StatefulSet", "quickstart-queue"]["spec"]["template"][
+        "spec"
+    ]
     mount = Mount(program, Path("/tls_valkey.py"))
     command = ["python", "/tls_valkey.py", *queue["containers"][0]["command"][1:]]
     pods.start_stateful_set("quickstart-queue", command, [mount])
@@ -174,7 +181,9 @@ def carry_out(story: Story) -> None:
     story.wait("the others end too", lambda: learner.exit_code is not None)
     story.learners.append(pods.start_jobset("quickstart"))
     gang = story.learners[1]
-    story.wait("the run is finished", lambda: all(pod.exit_code is not None for pod in gang))
+    story.wait(
+        "the run is finished", lambda: all(pod.exit_code is not None for pod in gang)
+    )
 
 
 @pytest.fixture(scope="module")

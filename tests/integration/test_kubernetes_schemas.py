@@ -21,7 +21,14 @@ CHECK = ROOT / "tests" / "support" / "rigs" / "kubernetes_schemas.py"
 PYTHON = helm_chart.TOOLS / "bin" / "python"
 # The oldest, a middle and the newest one that the package has.
 VERSIONS = ("1.27", "1.32", "1.37")
-KINDS = {"JobSet", "Job", "Deployment", "PodDisruptionBudget", "NetworkPolicy", "ConfigMap"}
+KINDS = {
+    "JobSet",
+    "Job",
+    "Deployment",
+    "PodDisruptionBudget",
+    "NetworkPolicy",
+    "ConfigMap",
+}
 KINDS |= {"Secret", "PersistentVolumeClaim"}
 METRICS = ("--set=metrics.port=9400",)
 QUEUE = ("--set=valkey.enabled=true",)
@@ -65,10 +72,14 @@ def judged(manifests: str) -> list[dict[str, str | None]]:
         pytest.param((), set(), id="smallest"),
         pytest.param(GANG, set(), id="several"),
         pytest.param(QUEUE, {"StatefulSet", "Service"}, id="queue"),
-        pytest.param(OPERATORS, {"ScaledObject", "PodMonitor", "PrometheusRule"}, id="operators"),
+        pytest.param(
+            OPERATORS, {"ScaledObject", "PodMonitor", "PrometheusRule"}, id="operators"
+        ),
     ],
 )
-def test_the_schemas_of_three_versions_and_of_custom_resources_take_it(options, more, tmp_path):
+def test_the_schemas_of_three_versions_and_of_custom_resources_take_it(
+    options, more, tmp_path
+):
     secrets = secrets_of("first", tmp_path, "learner")
     verdicts = judged(f"{rendered('first', *options)}\n---\n{secrets}")
     assert [verdict for verdict in verdicts if verdict["wrong"]] == []
@@ -86,7 +97,9 @@ def test_the_schemas_of_three_versions_and_of_custom_resources_take_it(options, 
         pytest.param("pollingInterval", "pollEvery", "ScaledObject", marks=needs_crds),
     ],
 )
-def test_the_schemas_refuse_a_field_that_is_wrong(right: str, wrong: str, kind: str) -> None:
+def test_the_schemas_refuse_a_field_that_is_wrong(
+    right: str, wrong: str, kind: str
+) -> None:
     manifests = rendered("first", *OPERATORS)
     assert right in manifests
     verdicts = judged(manifests.replace(right, wrong))
@@ -146,10 +159,15 @@ def test_the_command_of_a_pod_is_one_of_ours(name: str) -> None:
     assert arguments.connect_timeout_s == (None if name == "learner-node" else 3600)
     # The key of the controller's certificate stays with its pod, as does a user of the queue.
     assert (config.security.tls_key is not None) == (name == "learner")
-    ends = (config.queue.controller is not None, config.queue.rollout_server is not None)
+    ends = (
+        config.queue.controller is not None,
+        config.queue.rollout_server is not None,
+    )
     assert ends == (name == "learner", name == "rollout-server")
     elsewhere = name == "learner"
-    assert config.tracking.prometheus == ("10.0.0.2:9400" if elsewhere else "127.0.0.1:9400")
+    assert config.tracking.prometheus == (
+        "10.0.0.2:9400" if elsewhere else "127.0.0.1:9400"
+    )
 
 
 def test_each_pod_reads_the_secrets_that_its_command_names(tmp_path: Path) -> None:
@@ -159,7 +177,9 @@ def test_each_pod_reads_the_secrets_that_its_command_names(tmp_path: Path) -> No
     tokens = {name: data[f"first-{name}"]["token"] for name in pods(*GANG)}
     assert len({*tokens.values()}) == 3
     for name, spec in pods(*GANG, *QUEUE, *METRICS).items():
-        (secret,) = [volume["secret"] for volume in spec["volumes"] if "secret" in volume]
+        (secret,) = [
+            volume["secret"] for volume in spec["volumes"] if "secret" in volume
+        ]
         assert secret["secretName"] == f"first-{name}"
         words = json.dumps(spec)
         file_names = {*re.findall(r"/run/slipstream/([\w.]+)", words)}
@@ -198,14 +218,17 @@ def test_the_values_size_the_pods() -> None:
 
 def test_every_resource_is_in_the_releases_namespace_and_says_what_it_is() -> None:
     of = found("--namespace=research", *GANG, *QUEUE, *OPERATORS)
-    assert {manifest["metadata"]["namespace"] for manifest in of.values()} == {"research"}
+    assert {manifest["metadata"]["namespace"] for manifest in of.values()} == {
+        "research"
+    }
     templates = [of[kind]["spec"]["template"] for kind in of if kind[0] == "Deployment"]
     templates += [
         job["template"]["spec"]["template"]
         for job in of["JobSet", "first"]["spec"]["replicatedJobs"]
     ]
     labels = [
-        template["metadata"]["labels"]["app.kubernetes.io/component"] for template in templates
+        template["metadata"]["labels"]["app.kubernetes.io/component"]
+        for template in templates
     ]
     assert labels == ["rollout-server", "learner", "learner"]
 
@@ -214,7 +237,9 @@ def test_a_volume_that_is_named_takes_the_place_of_an_empty_one() -> None:
     claim = {"persistentVolumeClaim": {"claimName": "models"}}
     pods_by_name = pods(f"--set-json=models={json.dumps(claim)}")
     for of, other in zip(pods().values(), pods_by_name.values(), strict=True):
-        before, after = ({v["name"]: v for v in spec["volumes"]} for spec in (of, other))
+        before, after = (
+            {v["name"]: v for v in spec["volumes"]} for spec in (of, other)
+        )
         assert before["models"] == {"name": "models", "emptyDir": {}}
         assert after["models"] == {"name": "models", **claim}
         assert after["code"] == {"name": "code", "emptyDir": {}}
@@ -226,7 +251,9 @@ def test_the_queue_asks_itself_whether_it_is_ready_and_is_durable() -> None:
     (script,) = queue["readinessProbe"]["exec"]["command"][2:]
     assert " -h 127.0.0.1 -p 6380 " in script
     words = queue["command"][1:]
-    settings = {name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)}
+    settings = {
+        name[2:]: value for name, value in zip(words[::2], words[1::2], strict=True)
+    }
     assert REQUIRED_SETTINGS.items() <= settings.items()
     assert settings["port"] == "0"
 
@@ -251,7 +278,9 @@ def test_a_run_whose_pods_could_have_no_name_is_refused(name: str) -> None:
         rendered(name)
 
 
-def test_a_chart_without_settings_or_without_metrics_to_read_is_refused(tmp_path: Path) -> None:
+def test_a_chart_without_settings_or_without_metrics_to_read_is_refused(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "empty.toml").touch()
     with pytest.raises(ChartRefused, match="--set-file config=run.toml"):
         rendered("first", config=tmp_path / "empty.toml")
@@ -293,7 +322,10 @@ def test_a_role_may_have_further_fields_of_a_pod_capabilities_and_volumes() -> N
     assert spec["hostNetwork"]
     assert spec["dnsPolicy"] == "ClusterFirstWithHostNet"
     assert spec["priorityClassName"] == "high"
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert container["securityContext"]["capabilities"] == {
+        "drop": ["ALL"],
+        "add": ["IPC_LOCK"],
+    }
     volumes = {volume["name"]: volume for volume in spec["volumes"]}
     assert volumes["cache"]["hostPath"] == {"path": "/var/cache/slipstream"}
     assert "scratch" in volumes
@@ -302,7 +334,9 @@ def test_a_role_may_have_further_fields_of_a_pod_capabilities_and_volumes() -> N
     exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "rack"}
     assert job_set["metadata"]["annotations"] == exclusive
     template = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]
-    assert template["metadata"]["annotations"] == {"k8s.v1.cni.cncf.io/networks": "rdma"}
+    assert template["metadata"]["annotations"] == {
+        "k8s.v1.cni.cncf.io/networks": "rdma"
+    }
     # The other role is as it was.
     assert pods(*RDMA)["rollout-server"] == pods()["rollout-server"]
 
@@ -316,9 +350,18 @@ def test_the_schemas_take_further_fields_of_a_pod() -> None:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ('learner.podSpec={"containers":[]}', "learner.podSpec.containers is set by the chart"),
-        ('rolloutServer.podSpec={"tolerations":[]}', "rolloutServer.podSpec.tolerations is set"),
-        ('learner.volumes=[{"name":"runs"}]', "learner.volumes has runs, which is the name of"),
+        (
+            'learner.podSpec={"containers":[]}',
+            "learner.podSpec.containers is set by the chart",
+        ),
+        (
+            'rolloutServer.podSpec={"tolerations":[]}',
+            "rolloutServer.podSpec.tolerations is set",
+        ),
+        (
+            'learner.volumes=[{"name":"runs"}]',
+            "learner.volumes has runs, which is the name of",
+        ),
         ("learner.affinity={}", "affinity"),
     ],
 )
@@ -330,7 +373,13 @@ def test_a_field_that_the_chart_sets_is_refused(option: str, said: str) -> None:
 def test_a_copied_chart_is_whole(tmp_path) -> None:
     copy = tmp_path / "chart"
     completed(["cp", "-r", helm_chart.CHART, copy], check=True)
-    command = [str(helm_chart.TOOLS / "helm"), "template", "first", str(copy), *OPERATORS]
+    command = [
+        str(helm_chart.TOOLS / "helm"),
+        "template",
+        "first",
+        str(copy),
+        *OPERATORS,
+    ]
     done = completed([*command, f"--set-file=config={CONFIG}"])
     assert done.returncode == 0, done.stderr
     assert done.stdout == rendered("first", *OPERATORS)

@@ -18,7 +18,9 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from slipstream.core.errors import ProtocolError
-from slipstream.learner.controller.trajectories.intake import SMALL_BYTES as LARGEST_IN_LOOP
+from slipstream.learner.controller.trajectories.intake import (
+    SMALL_BYTES as LARGEST_IN_LOOP,
+)
 from slipstream.protocol.access.checked_calls import SMALL_BYTES
 from slipstream.protocol.bounds import bound_of, decode, max_message_bytes
 from slipstream.protocol.codec import decode_trajectory
@@ -65,7 +67,9 @@ def paths(kind: Descriptor, before: FieldPath = ()) -> Iterator[FieldPath]:
             yield from paths(inner, path)
 
 
-def _full(kind: Descriptor, path: FieldPath, limit: int, *, is_empty: bool = False) -> Message:
+def _full(
+    kind: Descriptor, path: FieldPath, limit: int, *, is_empty: bool = False
+) -> Message:
     field, *below = path
     message = new(kind)
     bound = bound_of(field)
@@ -134,7 +138,10 @@ def say(address: str, name: str, messages: list[bytes]) -> grpc.StatusCode:
     """Says them from this thread, and waits for the end of the call, or two seconds."""
     method = METHODS[name]
     path = f"/{method.containing_service.full_name}/{method.name}"
-    options = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
+    options = [
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_receive_message_length", -1),
+    ]
     with grpc.insecure_channel(address, options) as unnamed:
         channel = NamedChannel(unnamed)
         try:
@@ -194,7 +201,11 @@ def num_values(message: Message) -> int:
         number += len(value) if field.is_repeated else 1
         inner = field.message_type
         if inner is not None and not inner.GetOptions().map_entry:
-            number += len(value) * num_values(value[0]) if field.is_repeated else num_values(value)
+            number += (
+                len(value) * num_values(value[0])
+                if field.is_repeated
+                else num_values(value)
+            )
     return number
 
 
@@ -203,7 +214,9 @@ REQUESTS = [METHODS[name].input_type for name in NAMES]
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", REQUESTS, ids=lambda kind: kind.name)
-def test_no_message_holds_the_interpreter_for_long_while_it_is_parsed(kind: Descriptor) -> None:
+def test_no_message_holds_the_interpreter_for_long_while_it_is_parsed(
+    kind: Descriptor,
+) -> None:
     # A thread beside the loop cannot be interrupted in it.
     for field, message in largest(kind):
         assert num_values(message) < MOST_VALUES, field
@@ -224,8 +237,14 @@ def test_what_a_trainer_says_of_its_tensors_is_copied_quickly() -> None:
 
 
 def test_a_trajectory_within_the_limit_of_the_loop_is_decoded_quickly() -> None:
-    for field, message in largest(trajectory_pb2.Trajectory.DESCRIPTOR, LARGEST_IN_LOOP):
-        arrays = (message.token_ids, message.behavior_logprobs, message.routed_experts.expert_ids)
+    for field, message in largest(
+        trajectory_pb2.Trajectory.DESCRIPTOR, LARGEST_IN_LOOP
+    ):
+        arrays = (
+            message.token_ids,
+            message.behavior_logprobs,
+            message.routed_experts.expert_ids,
+        )
         message.checksum = zlib.crc32(b"".join(arrays))
         data = message.SerializeToString()
 

@@ -38,7 +38,10 @@ class DraftingRig(Rig):
 def layer_of(shape: DraftShape, seed: int) -> Weights:
     """A random layer that is often right: it begins with what follows the last token alone."""
     random = torch.Generator().manual_seed(seed)
-    layer = {name: torch.randn(size, generator=random) * 0.03 for name, size in shape.tensors()}
+    layer = {
+        name: torch.randn(size, generator=random) * 0.03
+        for name, size in shape.tensors()
+    }
     layer["layers.0.post_attention_layernorm.weight"] = torch.ones(shape.hidden_size)
     layer["fc.weight"][:, : shape.hidden_size] += torch.eye(shape.hidden_size)
     return {f"{PREFIX}{name}": tensor for name, tensor in layer.items()}
@@ -50,13 +53,19 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Draftin
     folder = tmp_path_factory.mktemp("model")
     make_model_folder(folder, tie_word_embeddings=True)
     policy = load_file(folder / "model.safetensors")
-    save_file(random_weights(policy, 1), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        random_weights(policy, 1),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     shape = DraftShape.of(read_model_sizes(folder))
     config = config_of_engine(folder, drafts={"tokens": TOKENS})
     patch = pytest.MonkeyPatch()
     # The engine's processes are forked.
     patch.setattr(switch, "TRIAL_STEPS", 1 << 40)
-    old, new = (dull(random_weights(policy, seed)) | layer_of(shape, seed) for seed in (1, 2))
+    old, new = (
+        dull(random_weights(policy, seed)) | layer_of(shape, seed) for seed in (1, 2)
+    )
     async with started_engine(config) as engine:
         reference = Reference(folder)
         renderer = Renderer(folder)
@@ -70,13 +79,19 @@ def dull(weights: Weights) -> Weights:
     return {name: w * 0.2 if name.endswith(weak) else w for name, w in weights.items()}
 
 
-async def test_the_engine_drafts_what_the_learners_layer_computes(rig: DraftingRig) -> None:
+async def test_the_engine_drafts_what_the_learners_layer_computes(
+    rig: DraftingRig,
+) -> None:
     for step, weights in enumerate((rig.old, rig.new)):
         await rig.publish(weights, step)
         before = rig.engine.requests.use()
         replies = await rig.replies(f"g{step}", PROMPTS, 48, GREEDY)
         drafted, accepted = rig.drafted_since(before)
-        layer = {n.removeprefix(PREFIX): w for n, w in weights.items() if n.startswith(PREFIX)}
+        layer = {
+            n.removeprefix(PREFIX): w
+            for n, w in weights.items()
+            if n.startswith(PREFIX)
+        }
         counts: list[int] = []
         for prompt, reply in zip(PROMPTS, replies, strict=True):
             assert rig.gap(weights, prompt, reply).max() <= 1e-3
@@ -92,7 +107,9 @@ async def test_the_engine_drafts_what_the_learners_layer_computes(rig: DraftingR
         assert 0.1 * drafted < accepted < 0.9 * drafted
 
 
-async def test_a_published_layer_replaces_the_one_before_and_replies_stay(rig: DraftingRig) -> None:
+async def test_a_published_layer_replaces_the_one_before_and_replies_stay(
+    rig: DraftingRig,
+) -> None:
     await rig.publish(rig.old, 5)
     before = await rig.replies("right", PROMPTS, 48, GREEDY)
     wrong = {n: -w if n == f"{PREFIX}fc.weight" else w for n, w in rig.old.items()}
@@ -110,7 +127,9 @@ async def test_replies_are_distributed_as_the_model_says(rig: DraftingRig) -> No
     await rig.check_drafted_distribution()
 
 
-async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig: DraftingRig) -> None:
+async def test_an_update_in_flight_is_stamped_where_the_weights_changed(
+    rig: DraftingRig,
+) -> None:
     before = rig.engine.requests.use()
     await rig.check_crossings(ENDLESS, 400)
     assert rig.engine.requests.use().accepted_tokens > before.accepted_tokens

@@ -27,7 +27,9 @@ def scrape(run: LiveRun) -> None:
 
 
 @pytest.mark.parametrize("ending", ["finished", "stopped", "failed"])
-def test_a_server_is_told_whether_the_run_may_go_on(ending: str, tmp_path: Path) -> None:
+def test_a_server_is_told_whether_the_run_may_go_on(
+    ending: str, tmp_path: Path
+) -> None:
     with LiveRun(tmp_path) as run:
         if ending == "stopped":
             run.stop()
@@ -37,7 +39,9 @@ def test_a_server_is_told_whether_the_run_may_go_on(ending: str, tmp_path: Path)
     assert run.server.run_stopped == (ending != "finished")
 
 
-def test_a_server_that_joins_a_run_that_has_failed_may_try_again(tmp_path: Path) -> None:
+def test_a_server_that_joins_a_run_that_has_failed_may_try_again(
+    tmp_path: Path,
+) -> None:
     """The controller is there until the next scrape; a refusal would end the server for good."""
 
     async def join() -> grpc.StatusCode:

@@ -38,7 +38,9 @@ async def test_a_delivery_of_nobody_ends_its_stream_alone(tmp_path, caplog):
 
     async def attack(channel, server):
         for trajectory_id, line in lines.items():
-            request = trajectory_pb2.DeliverRequest(trajectory_id=trajectory_id, trajectory=b"junk")
+            request = trajectory_pb2.DeliverRequest(
+                trajectory_id=trajectory_id, trajectory=b"junk"
+            )
             code, details = await ended(deliver(channel, request))
             assert code is grpc.StatusCode.INVALID_ARGUMENT
             assert details.startswith(line)
@@ -53,10 +55,15 @@ async def test_nobody_delivers_under_the_epoch_of_another_server(tmp_path, caplo
         for number in range(20):
             name = f"g{number:06d}.0.0.{server.epoch:x}"
             for sealed in (b"junk", seal(key, name, b"junk")):
-                request = trajectory_pb2.DeliverRequest(trajectory_id=name, trajectory=sealed)
+                request = trajectory_pb2.DeliverRequest(
+                    trajectory_id=name, trajectory=sealed
+                )
                 code, details = await ended(deliver(channel, request))
                 assert code is grpc.StatusCode.INVALID_ARGUMENT
-                assert details == f"trajectory {name!r} is not sealed by the server that it names"
+                assert (
+                    details
+                    == f"trajectory {name!r} is not sealed by the server that it names"
+                )
 
     summary = await attacked(tmp_path, caplog, attack)
     assert summary["ledger"]["quarantined"] == 0
@@ -74,7 +81,9 @@ async def test_nobody_sets_back_the_episodes_of_another_server(tmp_path):
             await trainer.until_held()
             server.gate.clear()
             trainer.gate.set()
-            await until(lambda: len({group_id for group_id, _ in server.unfinished}) >= 2)
+            await until(
+                lambda: len({group_id for group_id, _ in server.unfinished}) >= 2
+            )
             liar = Liar(channel)
             key = (await liar.join()).delivery_key
             for group_id in sorted({group_id for group_id, _ in server.unfinished})[:2]:
@@ -123,7 +132,10 @@ async def test_a_second_process_under_the_name_of_a_server_that_lives_is_turned_
                 await second.join()
             # A server tries again after this: the first one may be dead, and not be known as that.
             assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "server liar: another process of this name has joined" in caught.value.details()
+            assert (
+                "server liar: another process of this name has joined"
+                in caught.value.details()
+            )
         # The same process may come back before the end of its stream is known.
         await Liar(channel, epoch=80, process=1).join()
         texts = []
@@ -132,12 +144,16 @@ async def test_a_second_process_under_the_name_of_a_server_that_lives_is_turned_
                 texts.append(event.text)
                 if texts.count("rollout server liar joined") == 2:
                     break
-        assert len([text for text in texts if "a second rollout server liar" in text]) == 1
+        assert (
+            len([text for text in texts if "a second rollout server liar" in text]) == 1
+        )
 
     await attacked(tmp_path, caplog, attack)
 
 
-async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_path, caplog):
+async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(
+    tmp_path, caplog
+):
     async def attack(channel, server):
         liar = Liar(channel)
         key = (await liar.join()).delivery_key
@@ -146,7 +162,9 @@ async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_
         ).SerializeToString()
         names = [f"g{number:06d}.0.0.{liar.epoch:x}" for number in range(16)]
         requests = [
-            trajectory_pb2.DeliverRequest(trajectory_id=n, trajectory=seal(key, n, data))
+            trajectory_pb2.DeliverRequest(
+                trajectory_id=n, trajectory=seal(key, n, data)
+            )
             for n, data in zip(names, [spans, *[b"junk"] * 15], strict=True)
         ]
         call = deliver(channel, *requests)
@@ -160,7 +178,9 @@ async def test_a_server_that_delivers_junk_is_sent_away_and_the_run_goes_on(tmp_
     await attacked(tmp_path, caplog, attack)
     records = records_of(tmp_path / "r")
     causes = [r["cause"] for r in records if r.get("end") == "quarantined"]
-    assert sorted(c.split(",")[0] for c in causes)[0].startswith("it has 15000000 bytes")
+    assert sorted(c.split(",")[0] for c in causes)[0].startswith(
+        "it has 15000000 bytes"
+    )
     assert len(causes) == 16
 
 
@@ -171,7 +191,11 @@ IMPOSSIBLE_REPORTS = [
         "rollout server liar reports 9 generated tokens after 10: counters of an epoch never fall",
     ),
     (
-        {"lease": fleet_pb2.LeaseReport(group_id="g1", closed=True, next_attempt=2**32 - 1)},
+        {
+            "lease": fleet_pb2.LeaseReport(
+                group_id="g1", closed=True, next_attempt=2**32 - 1
+            )
+        },
         "ServerMessage.lease.next_attempt must be between 0 and 1e+06, got 4294967295",
     ),
     (
@@ -180,10 +204,17 @@ IMPOSSIBLE_REPORTS = [
     ),
     *(
         (
-            {"heartbeat": fleet_pb2.ServerReport(**{"generated_tokens": 10, name: value})},
+            {
+                "heartbeat": fleet_pb2.ServerReport(
+                    **{"generated_tokens": 10, name: value}
+                )
+            },
             f"rollout server liar reports {value} {name.replace('_', ' ')} after ",
         )
-        for name, value in {"generated_tokens": 10**12, "drafted_tokens": 10**12}.items()
+        for name, value in {
+            "generated_tokens": 10**12,
+            "drafted_tokens": 10**12,
+        }.items()
     ),
     *(
         (
@@ -217,14 +248,18 @@ async def test_a_trainer_that_is_refused_takes_nobodys_place(tmp_path, caplog):
         "TrainerHello.num_senders must be between 0 and 65536, got 4294967295": {
             "num_senders": 2**32 - 1
         },
-        "num_senders of a trainer must be at most its world_size, got 9 and 1": {"num_senders": 9},
+        "num_senders of a trainer must be at most its world_size, got 9 and 1": {
+            "num_senders": 9
+        },
     }
 
     async def attack(channel, server):
         trainer = trainer_pb2_grpc.TrainerServiceStub(channel)
         for line, hello in lines.items():
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await trainer.Register(trainer_pb2.TrainerHello(**(facts | hello)), timeout=LIMIT_S)
+                await trainer.Register(
+                    trainer_pb2.TrainerHello(**(facts | hello)), timeout=LIMIT_S
+                )
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert caught.value.details() == line
 
@@ -256,17 +291,29 @@ async def test_no_call_of_a_trainer_counts_from_one_without_its_epoch(tmp_path, 
 
 
 IMPOSSIBLE_ENVIRONMENTS = [
-    ({"num_workers": 2**32 - 1}, "SubmitEnvironmentRequest.spec.num_workers must be between 0"),
+    (
+        {"num_workers": 2**32 - 1},
+        "SubmitEnvironmentRequest.spec.num_workers must be between 0",
+    ),
     ({"num_workers": 0}, "num_workers must be between 1 and 256 with the 0 of other"),
     ({"weight": 5e-324}, "weight must be between 1e-06 and 1e+06, got 5e-324"),
-    ({"name": ".."}, "a name has 1 to 100 letters, digits and ._:-, a letter or digit first"),
+    (
+        {"name": ".."},
+        "a name has 1 to 100 letters, digits and ._:-, a letter or digit first",
+    ),
     ({"args_json": "[" * 60_000}, "args must be a JSON object: "),
-    ({"chat_template_kwargs_json": "[" * 60_000}, "chat_template_kwargs must be a JSON object: "),
+    (
+        {"chat_template_kwargs_json": "[" * 60_000},
+        "chat_template_kwargs must be a JSON object: ",
+    ),
     (
         {"chat_template_kwargs_json": '{"chat_template": "{{ 1 }}"}'},
         "chat_template_kwargs must not set 'chat_template', which servers set",
     ),
-    ({"args_json": "a" * (30 << 20)}, "SubmitEnvironmentRequest must have at most 131072 bytes"),
+    (
+        {"args_json": "a" * (30 << 20)},
+        "SubmitEnvironmentRequest must have at most 131072 bytes",
+    ),
 ]
 
 

@@ -47,7 +47,10 @@ def make_model(folder: Path, name: str, *, layers: int) -> None:
         "gpt-oss": (
             "GptOss",
             {"sliding_window": 300, "num_local_experts": 4, "num_experts_per_tok": 2}
-            | {"rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}},
+            | {
+                "rope_parameters": YARN
+                | {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+            },
         ),
     }
     kind, values = kinds[name]
@@ -90,7 +93,11 @@ def config_of(folder: Path, layout: str, length: int):
     table = {
         "run": {"name": "long", "steps": 1},
         "model": {"path": str(folder), "dtype": "float32"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": LEARNING_RATE},
+        "algorithm": {
+            "group_size": 2,
+            "groups_per_step": 1,
+            "learning_rate": LEARNING_RATE,
+        },
         "sampling": {"max_reply_tokens": length - 8, "max_episode_tokens": length},
         "learner": {
             "world_size": world_size,
@@ -190,11 +197,15 @@ def test_long_sequences_need_blocks_in_these_tests() -> None:
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral"])
-def test_one_rank_trains_a_long_sequence_like_plain_transformers(model, folder, trained):
+def test_one_rank_trains_a_long_sequence_like_plain_transformers(
+    model, folder, trained
+):
     assert_like_plain(trained(model, "one", LENGTH), folder / model, LENGTH)
 
 
-def test_sinks_and_windows_are_those_of_plain_transformers_far_away(folder: Path, trained: Trained):
+def test_sinks_and_windows_are_those_of_plain_transformers_far_away(
+    folder: Path, trained: Trained
+):
     outputs = trained("gpt-oss", "one", LENGTH)
     with torch.no_grad():
         expected = plain_logprobs(plain_model(folder / "gpt-oss", "eager"), LENGTH)
@@ -202,13 +213,17 @@ def test_sinks_and_windows_are_those_of_plain_transformers_far_away(folder: Path
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral", "gpt-oss"])
-def test_context_parallel_ranks_train_a_long_sequence_like_one_rank(model: str, trained: Trained):
+def test_context_parallel_ranks_train_a_long_sequence_like_one_rank(
+    model: str, trained: Trained
+):
     assert_alike(trained(model, "cp2", LENGTH), trained(model, "one", LENGTH))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_131072_tokens_on_two_ranks_are_those_of_one_and_of_plain_transformers(folder, trained):
+def test_131072_tokens_on_two_ranks_are_those_of_one_and_of_plain_transformers(
+    folder, trained
+):
     length = 131072
     one_rank = trained("llama-1", "one", length)
     assert_alike(trained("llama-1", "cp2", length), one_rank)
@@ -222,7 +237,8 @@ BOUNDS = (0, 48, 92, 100, 104)
 
 
 @pytest.mark.parametrize(
-    "kind", [{"window_size": (5, 0)}, {"window_size": (5, 0), "softmax_type": "learnable"}]
+    "kind",
+    [{"window_size": (5, 0)}, {"window_size": (5, 0), "softmax_type": "learnable"}],
 )
 def test_blocks_of_queries_attend_like_whole_sequences(
     kind: dict[str, object], monkeypatch
@@ -242,6 +258,8 @@ def test_blocks_of_queries_attend_like_whole_sequences(
         attention.length_groups.cache_clear()
         output = layer(*inputs, None, packed_seq_params=packed)
         parameters = [*inputs, *layer.parameters()]
-        found.append((output, *torch.autograd.grad((output * weights).sum(), parameters)))
+        found.append(
+            (output, *torch.autograd.grad((output * weights).sum(), parameters))
+        )
     for whole_gradient, blocks in zip(*found, strict=True):
         torch.testing.assert_close(blocks, whole_gradient, rtol=1e-11, atol=1e-12)

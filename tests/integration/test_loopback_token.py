@@ -106,10 +106,15 @@ def given(config: Config, tmp_path: Path, **changes: object) -> str:
     messages = {
         "StatusService/GetStatus": status_pb2.GetStatusRequest(),
         "EnvironmentService/ListEnvironments": environment_pb2.ListEnvironmentsRequest(),
-        "EnvironmentService/SubmitEnvironment": environment_pb2.SubmitEnvironmentRequest(spec=spec),
+        "EnvironmentService/SubmitEnvironment": environment_pb2.SubmitEnvironmentRequest(
+            spec=spec
+        ),
         "StatusService/StopRun": status_pb2.StopRunRequest(reason="a stranger"),
     }
-    calls = [(method, message.SerializeToString().hex()) for method, message in messages.items()]
+    calls = [
+        (method, message.SerializeToString().hex())
+        for method, message in messages.items()
+    ]
     port = int(config.controller.address.rpartition(":")[2])
     metadata = {"slipstream-run": config.run.id, RELEASE_KEY: RELEASE}
     usual = {"port": port, "metadata": metadata, "calls": calls, "token_file": ""}
@@ -124,8 +129,12 @@ def outside(folder: Path, text: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("metadata", [None, {}, {"authorization": f"Bearer {'t' * 64}"}])
-async def test_a_stranger_on_the_machine_learns_and_does_nothing(tmp_path, metadata) -> None:
+@pytest.mark.parametrize(
+    "metadata", [None, {}, {"authorization": f"Bearer {'t' * 64}"}]
+)
+async def test_a_stranger_on_the_machine_learns_and_does_nothing(
+    tmp_path, metadata
+) -> None:
     async with live(tmp_path) as (config, controller):
         changes = {} if metadata is None else {"metadata": metadata}
         text = given(config, tmp_path, **changes)
@@ -145,25 +154,34 @@ async def test_who_may_read_the_folder_is_answered(tmp_path: Path) -> None:
         answers = await asyncio.to_thread(outside, tmp_path / "operator", text)
         assert config.run.id in answers
         # Also of the operator: a program that the settings do not name.
-        assert "python must be empty, that of the run or one of security.submitted_paths" in answers
+        assert (
+            "python must be empty, that of the run or one of security.submitted_paths"
+            in answers
+        )
         assert [*controller.books.environments.entries] == ["e"]
         assert controller._progress.is_over
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-async def test_code_in_a_sandbox_reaches_no_controller_and_reads_no_token(backend, tmp_path):
+async def test_code_in_a_sandbox_reaches_no_controller_and_reads_no_token(
+    backend, tmp_path
+):
     if reason := why_not(backend):
         pytest.skip(reason)
     async with live(tmp_path) as (config, controller):
         text = given(config, tmp_path, token_file=str(config.run_dir / "token"))
-        finished = await Sandbox(backend=backend).run(STRANGER, files={"given.json": text})
+        finished = await Sandbox(backend=backend).run(
+            STRANGER, files={"given.json": text}
+        )
         lines = finished.stdout.decode().splitlines()
         assert lines[0] in ("no token: PermissionError", "no token: FileNotFoundError")
         assert [line.split(" ")[1] for line in lines[1:]] == ["OSError"] * 8
         assert not controller._progress.is_over
 
 
-async def test_a_client_by_address_alone_is_told_where_the_token_lies(tmp_path: Path) -> None:
+async def test_a_client_by_address_alone_is_told_where_the_token_lies(
+    tmp_path: Path,
+) -> None:
     async with live(tmp_path) as (config, _):
         address = config.controller.address
         async with Client(address) as client:

@@ -34,12 +34,16 @@ async def come_and_go(channel, number: int, *, drains: bool) -> None:
     # Half of them under names that come back, as those of a host do, half under new ones.
     name = f"server-{number if number % 4 < 2 else number % 40}"
     tokens = 100 + number % 7
-    report = fleet_pb2.ServerReport(generated_tokens=tokens, ended_tokens=tokens, ended_episodes=1)
+    report = fleet_pb2.ServerReport(
+        generated_tokens=tokens, ended_tokens=tokens, ended_episodes=1
+    )
     report.sent.MergeFrom(Tally(1, tokens).to_pb())
     enough = asyncio.Event()
 
     async def messages():
-        yield fleet_pb2.ServerMessage(hello=server_hello(name, epoch=(1 << 60) + number))
+        yield fleet_pb2.ServerMessage(
+            hello=server_hello(name, epoch=(1 << 60) + number)
+        )
         yield fleet_pb2.ServerMessage(heartbeat=report)
         if drains:
             yield fleet_pb2.ServerMessage(draining=fleet_pb2.Draining(reason="enough"))
@@ -78,9 +82,15 @@ def main(folder: Path) -> None:
             before_tasks = len(asyncio.all_tasks())
             for number in range(first, most, AT_ONCE):
                 here = range(number, number + AT_ONCE)
-                await asyncio.gather(*(come_and_go(channel, n, drains=n % 2 == 0) for n in here))
+                await asyncio.gather(
+                    *(come_and_go(channel, n, drains=n % 2 == 0) for n in here)
+                )
             # The calls' state ends a moment later.
-            await until(lambda: not (len(asyncio.all_tasks()) > before_tasks or journal._pending))
+            await until(
+                lambda: (
+                    not (len(asyncio.all_tasks()) > before_tasks or journal._pending)
+                )
+            )
             # The newest events are kept: the same ones each time that objects are counted.
             for number in range(MAX_EVENTS + 1):
                 events.add(f"event {number} of those that were there before")
@@ -101,7 +111,10 @@ def main(folder: Path) -> None:
     again = resumed.snapshot()
     assert again.difference == 0
     summary = run.summary()["ledger"]
-    assert (again.generated, again.trained) == (summary["generated"], summary["trained"])
+    assert (again.generated, again.trained) == (
+        summary["generated"],
+        summary["trained"],
+    )
     assert again.lost == summary["lost"] + summary["queued"]
 
 

@@ -26,7 +26,12 @@ OTHER_ROPE: dict[str, dict[str, Any]] = {
     },
     "linear": {"factor": 2.0},
     "yarn": {"factor": 2.0, "original_max_position_embeddings": 512},
-    "yarn-other": {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "truncate": True},
+    "yarn-other": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "truncate": True,
+    },
     "yarn-factor": {"attention_factor": 1.0},
     "ministral": {"mscale": 2.0},
     "glm": {"partial_rotary_factor": 1.0},
@@ -62,7 +67,9 @@ def logprobs(folder: Path, changes: Mapping[str, Any]) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("case", [*field_models.CASES, *(f"old/{case}" for case in OLD_FORM)])
+@pytest.mark.parametrize(
+    "case", [*field_models.CASES, *(f"old/{case}" for case in OLD_FORM)]
+)
 def test_the_learner_computes_what_transformers_does(case: str, folder: Path) -> None:
     stored = torch.load(folder / f"{case}.pt", weights_only=True)
     torch.testing.assert_close(stored, logprobs(folder / case, {}), rtol=0, atol=1e-5)
@@ -73,7 +80,9 @@ def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> 
     """A field that changed nothing here could be ignored by the learner unseen."""
     family, rope = case.split(".")
     first = logprobs(folder / case, {})
-    ropes: dict[str, Any] = {"rope_parameters": field_models.ROPES[rope] | {"rope_theta": 10000.0}}
+    ropes: dict[str, Any] = {
+        "rope_parameters": field_models.ROPES[rope] | {"rope_theta": 10000.0}
+    }
     if rope == "gemma3":
         ropes = {
             f"{name} of {layer}": field_models.ROPES[rope]
@@ -88,7 +97,8 @@ def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> 
         ropes["unscaled"] = field_models.ROPES[rope] | {"rope_type": "default"}
     other_values = OTHER_ROPE.get(rope, {})
     ropes |= {
-        name: field_models.ROPES[rope] | {name: value} for name, value in other_values.items()
+        name: field_models.ROPES[rope] | {name: value}
+        for name, value in other_values.items()
     }
     choices = field_models.CHOICES | field_models.FAMILIES[family].choices
     for name, value in {**choices, **ropes}.items():
@@ -98,7 +108,9 @@ def test_the_models_of_these_tests_show_every_field(case: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize("case", field_models.CASES)
-def test_what_transformers_writes_is_neither_unknown_nor_refused(case: str, folder: Path) -> None:
+def test_what_transformers_writes_is_neither_unknown_nor_refused(
+    case: str, folder: Path
+) -> None:
     values = read_model_table(folder / case)
     assert unknown_fields(values) == []
     assert list(field_problems(values)) == []

@@ -24,19 +24,29 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return sorted(folder.iterdir())
 
 
-def test_the_files_of_every_family_pass_and_a_part_that_is_missing_is_named(folders, tmp_path):
+def test_the_files_of_every_family_pass_and_a_part_that_is_missing_is_named(
+    folders, tmp_path
+):
     seen = set()
     for folder in folders:
         values = read_model_table(folder)
         sees = ModelSizes.of(values).has_vision
-        assert not list(tensor_problems(folder, "model.path", has_tower=sees)), folder.name
+        assert not list(tensor_problems(folder, "model.path", has_tower=sees)), (
+            folder.name
+        )
         seen |= set(values["architectures"])
         copied = tmp_path / folder.name
         shutil.copytree(folder, copied)
         (file,) = copied.glob("*.safetensors")
         shapes = {name: facts["shape"] for name, facts in read_header(file).items()}
-        blocks = [name for name in shapes if ".layers.1." in name and "vision_tower" not in name]
-        write_safetensors(file, beside={k: v for k, v in shapes.items() if k not in blocks})
+        blocks = [
+            name
+            for name in shapes
+            if ".layers.1." in name and "vision_tower" not in name
+        ]
+        write_safetensors(
+            file, beside={k: v for k, v in shapes.items() if k not in blocks}
+        )
         assert any(
             "has no layer 1" in tensor_problem
             for tensor_problem in tensor_problems(copied, "model.path")
@@ -44,7 +54,9 @@ def test_the_files_of_every_family_pass_and_a_part_that_is_missing_is_named(fold
     assert seen == set(families.FAMILIES)
 
 
-def test_a_config_that_does_not_say_whether_embeddings_are_tied_means_the_default() -> None:
+def test_a_config_that_does_not_say_whether_embeddings_are_tied_means_the_default() -> (
+    None
+):
     import transformers
     from slipstream.core.models.kinds import MiMoConfig
 

@@ -14,7 +14,14 @@ from slipstream.rollout_server.engine_interface import GenerationFailed
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.small_configs import config_of_engine
 from support.fakes.tiny_models import make_model_folder
-from support.rigs.adapter_engine import RANK, SAMPLING, SEQUENCE, Rig, Weights, adapters_for
+from support.rigs.adapter_engine import (
+    RANK,
+    SAMPLING,
+    SEQUENCE,
+    Rig,
+    Weights,
+    adapters_for,
+)
 from support.rigs.started_engine import become_a_server, started_engine
 
 pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
@@ -32,7 +39,9 @@ class NamedRig(Rig):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NamedRig]:
     folder: Path = make_model_folder(
-        tmp_path_factory.mktemp("model"), num_key_value_heads=2, tie_word_embeddings=True
+        tmp_path_factory.mktemp("model"),
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
     )
     lora = {"rank": RANK, "alpha": 7.0, "publish": "adapters", "adapters": list(NAMES)}
     config = config_of_engine(folder, lora=lora)
@@ -42,7 +51,9 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[NamedRi
         yield NamedRig(engine, folder, base, has_plan=False)
 
 
-async def test_each_request_is_computed_with_its_adapter_also_beside_others(rig: NamedRig) -> None:
+async def test_each_request_is_computed_with_its_adapter_also_beside_others(
+    rig: NamedRig,
+) -> None:
     adapters = [adapters_for(rig.base, seed) for seed in (1, 2, 3)]
     await rig.publish_all(rig.base, adapters)
 
@@ -50,10 +61,16 @@ async def test_each_request_is_computed_with_its_adapter_also_beside_others(rig:
         """Gaps to each adapter in turn, and to none."""
         prompt = [(3 * n + number) % 20 + 4 for n in range(40)]
         sampling = dataclasses.replace(SAMPLING, adapter=name)
-        generation = await rig.engine.requests.generate(f"{name}{number}", prompt, sampling, 60)
+        generation = await rig.engine.requests.generate(
+            f"{name}{number}", prompt, sampling, 60
+        )
         tokens = prompt + generation.token_ids.tolist()
-        expected = [rig.expected(rig.base, adapter, tokens)[-60:] for adapter in (*adapters, {})]
-        return np.array([np.abs(logprobs - generation.logprobs).mean() for logprobs in expected])
+        expected = [
+            rig.expected(rig.base, adapter, tokens)[-60:] for adapter in (*adapters, {})
+        ]
+        return np.array(
+            [np.abs(logprobs - generation.logprobs).mean() for logprobs in expected]
+        )
 
     gaps = await asyncio.gather(*(reply(n, name) for n in range(2) for name in NAMES))
     for gap, place in zip(gaps, [0, 1, 2] * 2, strict=True):
@@ -64,18 +81,30 @@ async def test_each_request_is_computed_with_its_adapter_also_beside_others(rig:
 async def test_a_probe_scores_each_sequence_with_its_adapter(rig: NamedRig) -> None:
     adapters = [adapters_for(rig.base, seed) for seed in (1, 2, 3)]
     await rig.publish_all(rig.base, adapters)
-    scored = await rig.engine.teacher_forced_logprobs([SEQUENCE] * 3, ["math", "code", "prose"])
+    scored = await rig.engine.teacher_forced_logprobs(
+        [SEQUENCE] * 3, ["math", "code", "prose"]
+    )
     parts = scored.reshape(3, -1)
-    for part, adapter in zip(parts, (adapters[1], adapters[0], adapters[2]), strict=True):
+    for part, adapter in zip(
+        parts, (adapters[1], adapters[0], adapters[2]), strict=True
+    ):
         assert np.abs(part - rig.expected(rig.base, adapter, SEQUENCE)).mean() < 1e-4
 
 
-async def test_adapters_alone_replace_all_and_no_cached_prefix_crosses_them(rig: NamedRig) -> None:
-    await rig.publish_all(rig.base, [adapters_for(rig.base, seed) for seed in (1, 2, 3)])
+async def test_adapters_alone_replace_all_and_no_cached_prefix_crosses_them(
+    rig: NamedRig,
+) -> None:
+    await rig.publish_all(
+        rig.base, [adapters_for(rig.base, seed) for seed in (1, 2, 3)]
+    )
     prompt = [(3 * n) % 20 + 4 for n in range(200)]
-    code, math = (dataclasses.replace(SAMPLING, adapter=name) for name in ("code", "math"))
+    code, math = (
+        dataclasses.replace(SAMPLING, adapter=name) for name in ("code", "math")
+    )
     first = await rig.engine.requests.generate("c1", prompt, code, 2)
-    assert (await rig.engine.requests.generate("c2", prompt, math, 2)).cached_tokens == 0
+    assert (
+        await rig.engine.requests.generate("c2", prompt, math, 2)
+    ).cached_tokens == 0
     assert (await rig.engine.requests.generate("c3", prompt, code, 2)).cached_tokens > 0
     await rig.publish_all({}, [adapters_for(rig.base, seed) for seed in (4, 5, 6)])
     again = await rig.engine.requests.generate("c4", prompt, code, 2)
@@ -86,15 +115,21 @@ async def test_adapters_alone_replace_all_and_no_cached_prefix_crosses_them(rig:
 
 
 async def test_the_start_replies_beside_several_adapters(rig: NamedRig) -> None:
-    await rig.publish_all(rig.base, [adapters_for(rig.base, seed) for seed in (1, 2, 3)])
+    await rig.publish_all(
+        rig.base, [adapters_for(rig.base, seed) for seed in (1, 2, 3)]
+    )
     math = dataclasses.replace(SAMPLING, adapter="math")
     generate = rig.engine.requests.generate
     by_start = dataclasses.replace(math, by_start=True)
     generation, _ = await asyncio.gather(
-        generate("start", SEQUENCE, by_start, 40), generate("policy", SEQUENCE, math, 40)
+        generate("start", SEQUENCE, by_start, 40),
+        generate("policy", SEQUENCE, math, 40),
     )
     tokens = SEQUENCE + generation.token_ids.tolist()
-    assert np.abs(rig.expected(rig.base, {}, tokens)[-40:] - generation.logprobs).mean() < 1e-4
+    assert (
+        np.abs(rig.expected(rig.base, {}, tokens)[-40:] - generation.logprobs).mean()
+        < 1e-4
+    )
 
 
 async def test_a_request_of_no_adapter_fails(rig: NamedRig) -> None:

@@ -10,7 +10,10 @@ from support.rigs import namespaces
 from support.rigs.completed import completed
 
 MISSING = namespaces.missing()
-pytestmark = [pytest.mark.long, pytest.mark.skipif(MISSING is not None, reason=str(MISSING))]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(MISSING is not None, reason=str(MISSING)),
+]
 # A host as a cloud makes it: its name stands for its address in the network.
 HOST = (
     "hostname box && mount --bind $0 /etc/hosts && ip link set lo up "
@@ -59,7 +62,9 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(tmp_path: Path) -> None:
     }
     command = ["unshare", "--net", "--mount", "--uts", "sh", "-c", HOST, str(hosts)]
     command += ["env", *(f"{name}={value}" for name, value in environ.items())]
-    ended = completed([*command, sys.executable, "-c", RANKS, str(free_port("127.0.0.1"))])
+    ended = completed(
+        [*command, sys.executable, "-c", RANKS, str(free_port("127.0.0.1"))]
+    )
     assert ended.returncode == 0, ended.stderr
     as_torch_does, narrow = map(json.loads, ended.stdout.splitlines())
     assert "10.1.2.3" in as_torch_does

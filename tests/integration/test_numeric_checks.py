@@ -40,7 +40,9 @@ def check(*layers: nn.Module, is_shared: bool = False) -> None:
 
     sharing = SimpleNamespace(by_paths=by_paths) if is_shared else None
     ranks = SimpleNamespace(cp_rank=0, cp_size=1, device=torch.device("cpu"))
-    model = SimpleNamespace(ranks=ranks, chunks=[nn.ModuleList(layers)], dtype=torch.bfloat16)
+    model = SimpleNamespace(
+        ranks=ranks, chunks=[nn.ModuleList(layers)], dtype=torch.bfloat16
+    )
     check_attention(SimpleNamespace(**vars(model), sharing=sharing))
 
 
@@ -99,11 +101,17 @@ def spoil_one(gradient: Tensor) -> Tensor:
     [
         (0, zero_a_head, "gradients of queries are [2-9][0-9]% off"),
         (1, lambda gradient: 1.1 * gradient, "gradients of keys are 10% off"),
-        (2, lambda gradient: gradient.roll(1, 0), "gradients of values are [0-9]+% off"),
+        (
+            2,
+            lambda gradient: gradient.roll(1, 0),
+            "gradients of values are [0-9]+% off",
+        ),
         (1, spoil_one, "gradients of keys are not finite"),
     ],
 )
-def test_a_wrong_gradient_is_told(place: int, change: Callable[[Tensor], Tensor], told: str):
+def test_a_wrong_gradient_is_told(
+    place: int, change: Callable[[Tensor], Tensor], told: str
+):
     with pytest.raises(ConfigError, match=f"heads of 16 dimensions.*torch.*{told}"):
         check(Attention("sinks"), with_gradients(place, change))
 
@@ -132,7 +140,9 @@ def test_a_wrong_attention_of_shared_prefixes_alone_is_told() -> None:
 
     layer.core_attention.forward = forward
     check(layer)
-    message = "shared prefixes: .*gradients of keys are [0-9]+% off.*shared_prefix_tokens = 0"
+    message = (
+        "shared prefixes: .*gradients of keys are [0-9]+% off.*shared_prefix_tokens = 0"
+    )
     with pytest.raises(ConfigError, match=message):
         check(layer, is_shared=True)
 
@@ -143,12 +153,16 @@ def test_layers_of_one_kind_are_checked_once() -> None:
     layers[3].core_attention.cp_comm_type = "a2a"
     calls: list[int] = []
     for number, layer in enumerate(layers):
-        layer.core_attention.forward = counted(layer.core_attention.forward, calls, number)
+        layer.core_attention.forward = counted(
+            layer.core_attention.forward, calls, number
+        )
     check(*layers)
     assert calls == [0, 2, 3]
 
 
-def counted(right: Callable[..., Tensor], calls: list[int], number: int) -> Callable[..., Tensor]:
+def counted(
+    right: Callable[..., Tensor], calls: list[int], number: int
+) -> Callable[..., Tensor]:
     def forward(*arguments: Any, **named: Any) -> Tensor:
         calls.append(number)
         return right(*arguments, **named)
@@ -188,14 +202,18 @@ def test_scores_of_many_heads_are_not_held_together() -> None:
 
 
 @pytest.mark.process
-def test_models_open_with_heads_of_all_sizes(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_models_open_with_heads_of_all_sizes(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
     jobs = ("qwen3 96", "gemma3 256", "gpt-oss 64", "deepseek-v3 192")
     rank_pool.run(Path(attention_ranks.__file__), jobs, world_size=1, folder=tmp_path)
     assert [(tmp_path / f"{job}.txt").read_text() for job in jobs] == [""] * 4
 
 
 @pytest.mark.process
-def test_a_model_without_its_weights_is_not_judged(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_a_model_without_its_weights_is_not_judged(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
     """An export opens the model so: its sinks are NaN until the checkpoint is loaded."""
     job = "gpt-oss 64 unloaded"
     rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
@@ -203,17 +221,22 @@ def test_a_model_without_its_weights_is_not_judged(tmp_path: Path, rank_pool: Ra
 
 
 @pytest.mark.process
-def test_a_critic_with_other_heads_is_checked_too(tmp_path: Path, rank_pool: RankPool) -> None:
+def test_a_critic_with_other_heads_is_checked_too(
+    tmp_path: Path, rank_pool: RankPool
+) -> None:
     job = "qwen3 96 critic"
     rank_pool.run(Path(attention_ranks.__file__), [job], world_size=1, folder=tmp_path)
     message = (tmp_path / f"{job}.txt").read_text()
     assert (
-        "the critic: the attention of this machine is wrong for heads of 96 dimensions" in message
+        "the critic: the attention of this machine is wrong for heads of 96 dimensions"
+        in message
     )
 
 
 @pytest.mark.process
-def test_ranks_that_share_sequences_check_what_they_send(tmp_path: Path, rank_pool: RankPool):
+def test_ranks_that_share_sequences_check_what_they_send(
+    tmp_path: Path, rank_pool: RankPool
+):
     jobs = ("qwen3 64", "qwen3 64 lost")
     rank_pool.run(Path(attention_ranks.__file__), jobs, world_size=2, folder=tmp_path)
     for folder in (tmp_path, tmp_path / "1"):

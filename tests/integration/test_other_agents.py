@@ -21,7 +21,10 @@ from support.fakes.agent_rig import AgentRig, agent_rig
 from support.fakes.scripted_server import Episode, Handler
 from support.rigs import tools
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.usefixtures("nothing_survives")]
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.usefixtures("nothing_survives"),
+]
 
 FOLDER = tools.folder("agents")
 PYTHON = FOLDER / "py" / "bin" / "python"
@@ -70,7 +73,9 @@ def model() -> Model:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory, model: Model) -> AgentRig:
-    return await agent_rig(tmp_path_factory.mktemp("model"), model, max_tokens=MAX_TOKENS)
+    return await agent_rig(
+        tmp_path_factory.mktemp("model"), model, max_tokens=MAX_TOKENS
+    )
 
 
 def tool(name: str, **arguments: object) -> str:
@@ -88,7 +93,9 @@ def handler(rig: AgentRig) -> Handler:
     return handle
 
 
-async def finished(rig: AgentRig, model: Model, replies: list[str], agent: Command) -> Episode:
+async def finished(
+    rig: AgentRig, model: Model, replies: list[str], agent: Command
+) -> Episode:
     """Plays one episode to its end; all that was sampled is recorded, and the reward is 1."""
     model.replies = replies
     model.prompts = []
@@ -125,7 +132,9 @@ assert answer.choices[0].message.content == "first", answer
 
 @needs("litellm")
 async def test_litellm(rig: AgentRig, model: Model) -> None:
-    program = Command([str(PYTHON.absolute()), "-c", LITELLM], ["hello"], score_command=ONE)
+    program = Command(
+        [str(PYTHON.absolute()), "-c", LITELLM], ["hello"], score_command=ONE
+    )
     episode = await finished(rig, model, ["first", "second"], program)
     assert [call.path for call in episode.calls] == [
         "/v1/chat/completions",
@@ -158,7 +167,9 @@ ask(agents.OpenAIChatCompletionsModel("any", openai_client=client))
 
 @needs("agents")
 async def test_openai_agents(rig: AgentRig, model: Model) -> None:
-    program = Command([str(PYTHON.absolute()), "-c", OPENAI_AGENTS], ["2 + 3"], score_command=ONE)
+    program = Command(
+        [str(PYTHON.absolute()), "-c", OPENAI_AGENTS], ["2 + 3"], score_command=ONE
+    )
     replies = [tool("add", a=2, b=3), "It is 5.", "I am."]
     episode = await finished(rig, model, replies, program)
     paths = [call.path for call in episode.calls]
@@ -227,7 +238,10 @@ assert open("answer.txt").read() == "fixed\\n"
 @needs("minisweagent")
 async def test_mini_swe_agent(rig: AgentRig, model: Model) -> None:
     submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-    replies = [tool("bash", command="echo fixed > answer.txt"), tool("bash", command=submit)]
+    replies = [
+        tool("bash", command="echo fixed > answer.txt"),
+        tool("bash", command=submit),
+    ]
     program = Command(
         [str(PYTHON.absolute()), "-c", MINI_SWE_AGENT],
         ["fix it"],
@@ -244,9 +258,13 @@ def confined(*readable: str) -> dict[str, Any]:
     return limits | {"readable": [str(FOLDER.resolve() / "node"), *readable]}
 
 
-@pytest.mark.parametrize("settings", [{}, confined("/proc/self")], ids=["open", "sandbox"])
+@pytest.mark.parametrize(
+    "settings", [{}, confined("/proc/self")], ids=["open", "sandbox"]
+)
 @needs_program("claude")
-async def test_claude_code(rig: AgentRig, model: Model, settings: dict[str, Any]) -> None:
+async def test_claude_code(
+    rig: AgentRig, model: Model, settings: dict[str, Any]
+) -> None:
     program = Command(
         [str((NODE / "claude").absolute()), "-p", "{task}", "--model", "any",
          "--allowedTools", "Bash"],
@@ -259,7 +277,9 @@ async def test_claude_code(rig: AgentRig, model: Model, settings: dict[str, Any]
         **settings,
     )  # fmt: skip
     # It drops the white space when it sends the call back.
-    call = "\n\n" + tool("Bash", command="echo 42 > answer.txt", description="Writes the answer")
+    call = "\n\n" + tool(
+        "Bash", command="echo 42 > answer.txt", description="Writes the answer"
+    )
     episode = await finished(rig, model, [call, "Done."], program)
     assert {call.path.partition("?")[0] for call in episode.calls} >= {"/v1/messages"}
     assert max(rig.runs()) == 2
@@ -276,7 +296,12 @@ async def test_codex(rig: AgentRig, model: Model, confining: dict[str, Any]) -> 
         "model_providers.policy.env_key=OPENAI_API_KEY",
         "model_providers.policy.wire_api=responses",
     )
-    start = (codex, "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+    start = (
+        codex,
+        "exec",
+        "--skip-git-repo-check",
+        "--dangerously-bypass-approvals-and-sandbox",
+    )
     options = [part for setting in settings for part in ("-c", setting)]
     program = Command(
         [*start, "-m", "any", *options, "{task}"],

@@ -44,7 +44,11 @@ pytestmark = [
 
 
 def play(
-    python: Path | str, reference: str, args: dict, *episodes: dict, folder: Path = FAKES
+    python: Path | str,
+    reference: str,
+    args: dict,
+    *episodes: dict,
+    folder: Path = FAKES,
 ) -> list[dict]:
     """Plays episodes in another interpreter and in `folder`, with scripted replies."""
     request = {"reference": reference, "args": args, "search_path": str(folder)}
@@ -72,7 +76,10 @@ def test_rewards_of_verifiers_are_those_of_its_taskset() -> None:
     )
     assert (right["failure"], right["reward"], wrong["reward"]) == ("", 1.0, 0.0)
     assert right["metrics"] == {"echoed": 1.0, "turns": 1.0, "truncated": 0.0}
-    assert [message["role"] for message in right["requests"][0]["messages"]] == ["system", "user"]
+    assert [message["role"] for message in right["requests"][0]["messages"]] == [
+        "system",
+        "user",
+    ]
 
 
 def test_verifiers_selects_tasks_as_its_own_commands_do() -> None:
@@ -91,8 +98,12 @@ def test_a_scripted_user_of_verifiers_leads_several_turns() -> None:
     assert episode["metrics"]["turns"] == 2.0
 
 
-def test_each_agent_of_verifiers_is_a_branch_and_an_untrained_one_has_no_share() -> None:
-    (episode,) = verifiers_episodes({"taskset": "duet-v1"}, {"task": 1, "replies": ["ping"]})
+def test_each_agent_of_verifiers_is_a_branch_and_an_untrained_one_has_no_share() -> (
+    None
+):
+    (episode,) = verifiers_episodes(
+        {"taskset": "duet-v1"}, {"task": 1, "replies": ["ping"]}
+    )
     assert (episode["failure"], episode["reward"]) == ("", 1.0)
     assert {request["branch"] for request in episode["requests"]} == {"a", "b"}
     assert episode["shares"] == {"b": 0.0}
@@ -107,7 +118,9 @@ def test_tools_of_verifiers_are_called_and_keep_their_state() -> None:
         {"replies": [{"name": "no_tool", "arguments": {}}, bump, "done"]},
     )
     assert (two["failure"], two["reward"], single["reward"]) == ("", 1.0, 0.0)
-    results = [m["content"] for m in two["requests"][-1]["messages"] if m["role"] == "tool"]
+    results = [
+        m["content"] for m in two["requests"][-1]["messages"] if m["role"] == "tool"
+    ]
     assert results == ["count=1", "count=2"]
     assert "unknown tool 'no_tool'" in str(single["requests"][1]["messages"])
 
@@ -137,7 +150,9 @@ def shown(folder: Path, framework: str) -> dict:
     section = page.partition(f"## {framework}\n")[2].partition("\n## ")[0]
     blocks = [(block[1], block[2]) for block in BLOCK.finditer(section)]
     for name in re.findall(r"`(\w+\.py)`", section)[:1]:
-        (folder / name).write_text(next(text for kind, text in blocks if kind == "python"))
+        (folder / name).write_text(
+            next(text for kind, text in blocks if kind == "python")
+        )
     table = tomllib.loads(next(text for kind, text in blocks if kind == "toml"))
     (folder / "venvs").symlink_to(FOLDER)
     return (table.get("environments") or table["evaluations"])[0]["args"]
@@ -146,7 +161,11 @@ def shown(folder: Path, framework: str) -> dict:
 def test_the_taskset_of_the_guide_trains(tmp_path: Path) -> None:
     args = shown(tmp_path, "verifiers")
     (episode,) = play(
-        python_of("verifiers"), VERIFIERS, args, {"task": 1, "replies": ["edcb"]}, folder=tmp_path
+        python_of("verifiers"),
+        VERIFIERS,
+        args,
+        {"task": 1, "replies": ["edcb"]},
+        folder=tmp_path,
     )
     assert (episode["failure"], episode["reward"]) == ("", 1.0)
 
@@ -155,14 +174,24 @@ def test_the_taskset_of_the_guide_trains(tmp_path: Path) -> None:
 def echoing(folder: Path, *, places: int = 100) -> Iterator[str]:
     """Yields the address of the server that `openenv init` makes, for sessions at `places`."""
     command = [FOLDER / "verifiers" / "bin" / "openenv", "init", "echoing"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=LIMIT_S)
+    subprocess.run(
+        command, cwd=folder, check=True, capture_output=True, timeout=LIMIT_S
+    )
     app = folder / "echoing" / "server" / "app.py"
     text = app.read_text()
     assert "max_concurrent_envs=1," in text
-    app.write_text(text.replace("max_concurrent_envs=1,", f"max_concurrent_envs={places},"))
+    app.write_text(
+        text.replace("max_concurrent_envs=1,", f"max_concurrent_envs={places},")
+    )
     port = free_port("127.0.0.1")
     options = ["--port", str(port), "--log-level", "warning"]
-    program = [python_of("verifiers"), "-m", "uvicorn", "echoing.server.app:app", *options]
+    program = [
+        python_of("verifiers"),
+        "-m",
+        "uvicorn",
+        "echoing.server.app:app",
+        *options,
+    ]
     process = subprocess.Popen(program, cwd=folder)
     try:
         until_it_listens(port, process)
@@ -175,7 +204,10 @@ def echoing(folder: Path, *, places: int = 100) -> Iterator[str]:
 def until_it_listens(port: int, process: subprocess.Popen) -> None:
     end_s = time.monotonic() + LIMIT_S
     while process.poll() is None and time.monotonic() < end_s:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection(("127.0.0.1", port)),
+        ):
             return
         time.sleep(0.1)
     raise AssertionError("the server of OpenEnv does not listen")
@@ -183,7 +215,11 @@ def until_it_listens(port: int, process: subprocess.Popen) -> None:
 
 def test_verifiers_plays_environments_of_openenv(tmp_path: Path) -> None:
     with echoing(tmp_path) as address:
-        taskset = {"id": "openenv", "base_url": address, "resets": [{"seed": 0}, {"seed": 1}]}
+        taskset = {
+            "id": "openenv",
+            "base_url": address,
+            "resets": [{"seed": 0}, {"seed": 1}],
+        }
         (episode,) = verifiers_episodes(
             {"taskset": taskset}, {"task": 1, "replies": ['{"message": "hi"}', ""]}
         )
@@ -192,23 +228,33 @@ def test_verifiers_plays_environments_of_openenv(tmp_path: Path) -> None:
     assert episode["reward"] == pytest.approx(0.2)
 
 
-def test_a_server_of_openenv_with_one_place_is_refused_by_a_check(tmp_path: Path) -> None:
+def test_a_server_of_openenv_with_one_place_is_refused_by_a_check(
+    tmp_path: Path,
+) -> None:
     with echoing(tmp_path, places=1) as address:
         args = json.dumps({"taskset": {"id": "openenv", "base_url": address}})
         options = ["--args", args, "--python", str(python_of("verifiers"))]
         ended = run_processes.run_command("check", VERIFIERS, *options, cwd=tmp_path)
     assert ended.returncode == 2
     message = (
-        "of two episodes at once one fails, and a run plays many: RuntimeError: EnvError: OpenEnv"
+        "of two episodes at once one fails, and a run plays many: "
+        "RuntimeError: EnvError: OpenEnv"
     )
     assert message in ended.stderr
-    assert "a server of OpenEnv closes sessions beyond the max_concurrent_envs" in ended.stderr
+    assert (
+        "a server of OpenEnv closes sessions beyond the max_concurrent_envs"
+        in ended.stderr
+    )
 
 
 @pytest.mark.slow
 async def test_environments_of_verifiers_train_twenty_steps(tmp_path: Path) -> None:
     names = ["echo-v1", "echo-user-sim-v1", "duet-v1", "counter-tool-v1"]
-    settings = {"reference": VERIFIERS, "python": str(python_of("verifiers")), "timeout_s": 120.0}
+    settings = {
+        "reference": VERIFIERS,
+        "python": str(python_of("verifiers")),
+        "timeout_s": 120.0,
+    }
     entries = [settings | {"name": name, "args": {"taskset": name}} for name in names]
     # A tiny model plays twenty steps within minutes.
     run_processes.write_config(
@@ -227,7 +273,9 @@ async def test_environments_of_verifiers_train_twenty_steps(tmp_path: Path) -> N
         rollout_server__max_episodes=16,
         rollout_server__tool_parser="hermes",
     )
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         assert await run.wait(RUN_LIMIT_S) == 0, run.out + run.err
     summary = run_processes.checked(tmp_path / "run")
     assert summary["steps"] == 20

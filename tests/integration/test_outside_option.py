@@ -25,7 +25,15 @@ def outside(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which pip has installed the package, without a network."""
     target = tmp_path_factory.mktemp("outside")
     options = ["--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target"]
-    command = [sys.executable, "-m", "pip", "install", *options, str(target), str(PACKAGE)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *options,
+        str(target),
+        str(PACKAGE),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     return target
 
@@ -71,10 +79,22 @@ def test_a_run_trains_with_an_option_of_another_package(
             "algorithm.epochs=2",
             "outside needs algorithm.epochs = 1: its part counts each trajectory once, got 2",
         ),
-        ("extensions.outside.factor=101.0", "extensions.outside.factor must be at most 100"),
-        ("extensions.outside.factor=-1.0", "extensions.outside.factor: Input should be greater"),
-        ("counted.earlier=-1", "counted.earlier: input should be greater than or equal to 0"),
-        ("counted.earlierr=1", "unknown key 'counted.earlierr'; did you mean 'earlier'?"),
+        (
+            "extensions.outside.factor=101.0",
+            "extensions.outside.factor must be at most 100",
+        ),
+        (
+            "extensions.outside.factor=-1.0",
+            "extensions.outside.factor: Input should be greater",
+        ),
+        (
+            "counted.earlier=-1",
+            "counted.earlier: input should be greater than or equal to 0",
+        ),
+        (
+            "counted.earlierr=1",
+            "unknown key 'counted.earlierr'; did you mean 'earlier'?",
+        ),
         ("algorithm.group_size=1", "advantage = 'group_median' compares a group"),
     ],
 )
@@ -95,8 +115,12 @@ def test_what_the_option_excludes_is_refused_in_one_line(
     assert cause in lines[0]
 
 
-def test_without_the_package_its_names_are_unknown(tmp_path: Path, tiny_model: Path) -> None:
+def test_without_the_package_its_names_are_unknown(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     machine = own_settings(tmp_path, tiny_model)
-    dry_run = slipstream(tmp_path, "run", SMALLEST, *machine, *SHORT, *SETTINGS, "--dry-run")
+    dry_run = slipstream(
+        tmp_path, "run", SMALLEST, *machine, *SHORT, *SETTINGS, "--dry-run"
+    )
     assert dry_run.returncode == 2
     assert "none or module:function, got 'group_median'" in dry_run.stderr

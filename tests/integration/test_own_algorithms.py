@@ -42,7 +42,10 @@ SETTINGS: dict[str, dict[str, object]] = {
         "algorithm__mini_batches": 4,
     },
     "top_entropy": {"algorithm__loss": "top_entropy:loss"},
-    "covariance": {"algorithm__loss": "covariance:kl_cov", "algorithm__mini_batches": 4},
+    "covariance": {
+        "algorithm__loss": "covariance:kl_cov",
+        "algorithm__mini_batches": 4,
+    },
     "m2po": {"algorithm__weight": "m2po:weight", "algorithm__loss": "reinforce"},
     "maxrl": {"algorithm__advantage": "maxrl:advantage"},
     "gdpo": {
@@ -81,7 +84,9 @@ async def test_a_run_proves_its_own_functions(config: Path) -> None:
     message = f"own functions are proved: {', '.join(sorted(OWN.values()))}"
     assert await check_proofs(Scene(settings, LEARNER)) == message
     wrong = load_config(config, [f"algorithm.loss={json.dumps(WRONG)}"])
-    with pytest.raises(ConfigError, match=f"^loss {WRONG}: layout: padding: loss of token 0 is "):
+    with pytest.raises(
+        ConfigError, match=f"^loss {WRONG}: layout: padding: loss of token 0 is "
+    ):
         await check_proofs(Scene(wrong, LEARNER))
 
 
@@ -105,7 +110,10 @@ def test_check_tells_whether_functions_are_proved(config: Path) -> None:
     right = f"algorithm.loss={json.dumps(OWN['loss'])}"
     shown = run_command("check", config, right, cwd=config.parent, limit_s=300)
     assert shown.stdout.splitlines()[-1] == "the algorithm's functions are proved"
-    assert f"loss {OWN['loss']}: on policy a token becomes, of positive advantage " in shown.stdout
+    assert (
+        f"loss {OWN['loss']}: on policy a token becomes, of positive advantage "
+        in shown.stdout
+    )
 
 
 def copy_algorithms(folder: Path) -> None:

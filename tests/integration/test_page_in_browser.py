@@ -109,7 +109,9 @@ def written_run(folder: Path) -> Path:
     )
     folder.mkdir()
     (folder / "config.toml").write_text(dump_config(config))
-    rows: list[dict[str, Any]] = [{"evaluation_step": 0, "boxes-heldout/reward_mean": 0.5}]
+    rows: list[dict[str, Any]] = [
+        {"evaluation_step": 0, "boxes-heldout/reward_mean": 0.5}
+    ]
     rows += [
         {
             "step": step,
@@ -150,8 +152,14 @@ def written_run(folder: Path) -> Path:
         for step in (0, 16)
         for number, text in enumerate(TEXTS)
     ]
-    for name, lines in (("metrics", rows), ("trajectories", episodes), ("heldout", heldout)):
-        (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    for name, lines in (
+        ("metrics", rows),
+        ("trajectories", episodes),
+        ("heldout", heldout),
+    ):
+        (folder / f"{name}.jsonl").write_text(
+            "".join(f"{json.dumps(line)}\n" for line in lines)
+        )
     return folder
 
 
@@ -180,12 +188,18 @@ def test_a_browser_shows_texts_of_models_as_mere_text(tmp_path: Path) -> None:
     cells = page.texts("td")
     assert f"{ARABIC}16" in cells
     shown = "".join([*replies, *whole_texts, *cells])
-    assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown)
+    assert not re.search(
+        "[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", shown
+    )
 
 
-def test_a_browser_draws_one_colour_an_environment_and_no_curve_twice(tmp_path: Path) -> None:
+def test_a_browser_draws_one_colour_an_environment_and_no_curve_twice(
+    tmp_path: Path,
+) -> None:
     page = page_of(written_run(tmp_path / "run"), period_s=30.0)
-    assert page.texts("div")[0].startswith("running, step 16 of 150, 6 min leftwritten ")
+    assert page.texts("div")[0].startswith(
+        "running, step 16 of 150, 6 min leftwritten "
+    )
     charts = page.charts()
     assert charts == {
         "Reward": [("all", "in training 0.25")],

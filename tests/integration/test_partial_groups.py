@@ -50,7 +50,9 @@ def trained(config: Config) -> dict[str, list[int]]:
         assert message.header.num_trajectories == len(message.trajectories)
         assert message.header.num_groups == GROUPS
         for trajectory in message.trajectories:
-            members_by_group.setdefault(trajectory.group_id, []).append(trajectory.member)
+            members_by_group.setdefault(trajectory.group_id, []).append(
+                trajectory.member
+            )
     return members_by_group
 
 
@@ -64,7 +66,9 @@ def check(config: Config, summary: dict) -> dict[str, list[int]]:
         if record["environment"] == "sound":
             sound.add(record["group"])
     for group_id, members in groups.items():
-        expected = [m for m in range(MEMBERS) if group_id in sound or not fails(group_id, m)]
+        expected = [
+            m for m in range(MEMBERS) if group_id in sound or not fails(group_id, m)
+        ]
         assert members == expected
         assert len(members) >= MEMBERS / 2
     number = sum(map(len, groups.values()))
@@ -76,21 +80,31 @@ def check(config: Config, summary: dict) -> dict[str, list[int]]:
     # A whole group was set aside where less than half of it was left, or before any member came.
     aside = {r["group"] for r in records_of(config.run_dir, "set_aside")}
     assert not aside & groups.keys()
-    assert all(sum(fails(group, m) for m in range(MEMBERS)) >= MEMBERS / 2 for group in aside)
-    assert [len([*step.batch.trajectories]) for step in recorded_steps(config.run_dir / "journal")]
+    assert all(
+        sum(fails(group, m) for m in range(MEMBERS)) >= MEMBERS / 2 for group in aside
+    )
+    assert [
+        len([*step.batch.trajectories])
+        for step in recorded_steps(config.run_dir / "journal")
+    ]
     return groups
 
 
 async def test_groups_are_trained_with_the_members_that_finished(tmp_path, caplog):
     config = with_sound(make_config(tmp_path))
     address = config.controller.address
-    servers = [FakeServer(address, f"s{i}", judge=a_fifth_fails, delay_s=0.01) for i in range(2)]
+    servers = [
+        FakeServer(address, f"s{i}", judge=a_fifth_fails, delay_s=0.01)
+        for i in range(2)
+    ]
     trainer = FakeTrainer(address)
     check(config, await play(config, *servers, trainer=trainer))
     assert max(trainer.lags) <= 2
     shares = Counter(t.environment for batch in trainer.batches for t in batch)
     assert min(shares.values()) > len(shares) * STEPS
-    texts = [r.getMessage() for r in caplog.records if "goes on without" in r.getMessage()]
+    texts = [
+        r.getMessage() for r in caplog.records if "goes on without" in r.getMessage()
+    ]
     assert len(texts) == 1
     assert texts[0].endswith(
         "which had its last attempt: ValueError: broken; missing_members counts such episodes"
@@ -102,7 +116,10 @@ async def test_partial_groups_go_on_as_they_were_after_a_crash(tmp_path):
     address = config.controller.address
     copies = []
     trainer = FakeTrainer(address, checkpoint_every=3, step_s=0.05)
-    servers = [FakeServer(address, f"s{i}", judge=a_fifth_fails, delay_s=0.05) for i in range(2)]
+    servers = [
+        FakeServer(address, f"s{i}", judge=a_fifth_fails, delay_s=0.05)
+        for i in range(2)
+    ]
 
     async def crash(controller, tasks):
         for step in (2, 5, 8):
@@ -117,11 +134,15 @@ async def test_partial_groups_go_on_as_they_were_after_a_crash(tmp_path):
         again = make_config(folder)
         history = read_history(read_records(again.run_dir / "journal"))
         given_up = {
-            (g.group_id, member) for g in history.open_groups.values() for member in g.failed
+            (g.group_id, member)
+            for g in history.open_groups.values()
+            for member in g.failed
         }
         address = again.controller.address
         servers = [FakeServer(address, f"s{i}", judge=a_fifth_fails) for i in range(2)]
-        summary = await play(again, *servers, trainer=FakeTrainer(address, checkpoint=checkpoint))
+        summary = await play(
+            again, *servers, trainer=FakeTrainer(address, checkpoint=checkpoint)
+        )
         check(again, summary)
         leased = {
             (lease.group_id, m)
@@ -140,7 +161,11 @@ async def test_a_partial_group_that_is_put_back_stays_as_it_is(tmp_path):
         """Refuses the first batch with a partial group, for one of its whole groups."""
         sizes = Counter(t.group_id for t in batch)
         bad = next((g for g, n in sorted(sizes.items()) if n == MEMBERS), None)
-        if set(sizes.values()) == {MEMBERS} or bad is None or refused not in ([], [bad]):
+        if (
+            set(sizes.values()) == {MEMBERS}
+            or bad is None
+            or refused not in ([], [bad])
+        ):
             return None
         refused[:] = [bad]
         return [bad]
@@ -161,6 +186,8 @@ async def test_a_partial_group_that_is_put_back_stays_as_it_is(tmp_path):
     assert any(len(trained(config)[group]) < MEMBERS for group in kept)
     again = make_config(copy)
     server = FakeServer(again.controller.address, judge=a_fifth_fails)
-    groups = check(again, await play(again, server, trainer=FakeTrainer(server.address)))
+    groups = check(
+        again, await play(again, server, trainer=FakeTrainer(server.address))
+    )
     assert not {lease.group_id for lease in server.leases} & kept
     assert {g: groups[g] for g in kept} == {g: trained(config)[g] for g in kept}

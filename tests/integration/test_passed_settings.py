@@ -51,7 +51,9 @@ def answers(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 @pytest.mark.parametrize("section", PASSED)
-def test_passed_values_are_those_of_megatrons_objects(section: str, answers: Path) -> None:
+def test_passed_values_are_those_of_megatrons_objects(
+    section: str, answers: Path
+) -> None:
     parsed = json.loads((answers / "passed.json").read_text())
     assert parsed[section] == PASSED[section]
     assert parsed["router"] == "fp64"
@@ -77,7 +79,9 @@ def test_every_field_of_megatrons_model_is_free_owned_or_refused(answers: Path) 
 
 
 @pytest.mark.parametrize("table", FREE)
-def test_every_other_field_is_owned_or_refused_or_has_an_effect(table: str, answers: Path) -> None:
+def test_every_other_field_is_owned_or_refused_or_has_an_effect(
+    table: str, answers: Path
+) -> None:
     """A new version may have fields that the trainer's loop does not read."""
 
     def is_told(name: str) -> bool:
@@ -95,7 +99,9 @@ def test_every_other_field_is_owned_or_refused_or_has_an_effect(table: str, answ
     assert [name for name in names if not is_told(name)] == FREE[table].split()
 
 
-def test_experts_are_chosen_in_float32_and_by_the_objective_alone(answers: Path) -> None:
+def test_experts_are_chosen_in_float32_and_by_the_objective_alone(
+    answers: Path,
+) -> None:
     assert json.loads((answers / "mixture.json").read_text()) == {
         "moe_router_dtype": "fp32",
         "moe_aux_loss_coeff": 0.0,

@@ -19,7 +19,9 @@ from slipstream.learner.trainer.weights.export_plan import peft_name
 from support.fakes.parity_models import make_models
 from support.references.plain_policy import plain_model
 
-peft: Any = pytest.importorskip("peft", reason="PEFT is not installed here: make test-peft has it")
+peft: Any = pytest.importorskip(
+    "peft", reason="PEFT is not installed here: make test-peft has it"
+)
 
 RANK = 4
 ALPHA = 8.0
@@ -60,7 +62,9 @@ def logits(folder: Path, adapters: Path | None = None) -> torch.Tensor:
         "qwen35",
     ],
 )
-def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_path: Path) -> None:
+def test_peft_reads_every_adapter_of_an_exported_folder(
+    name, folder: Path, tmp_path: Path
+) -> None:
     merged = load_file(folder / name / "model.safetensors")
     adapters = {}
     draw = torch.Generator().manual_seed(1)
@@ -74,10 +78,14 @@ def test_peft_reads_every_adapter_of_an_exported_folder(name, folder: Path, tmp_
             adapters[peft_name(key, "lora_B", has_vision=False)] = b
             merged[key] = weight + ALPHA / RANK * b @ a
     lora = types.SimpleNamespace(rank=RANK, alpha=ALPHA)
-    config: Any = types.SimpleNamespace(lora=lora, model=types.SimpleNamespace(path=folder / name))
+    config: Any = types.SimpleNamespace(
+        lora=lora, model=types.SimpleNamespace(path=folder / name)
+    )
     write_adapter(adapters, config, tmp_path / "adapters", lambda _: None)
     shutil.copytree(folder / name, tmp_path / "merged")
-    save_file(merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        merged, tmp_path / "merged" / "model.safetensors", metadata={"format": "pt"}
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         read = logits(folder / name, tmp_path / "adapters")

@@ -7,8 +7,14 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 import pytest_asyncio
-from slipstream.extensions.fast_decoding.server.arguments import ATTENTION, CHUNKS, SAMPLER
-from slipstream.extensions.fast_decoding.server.chunking_scheduler import ChunkingScheduler
+from slipstream.extensions.fast_decoding.server.arguments import (
+    ATTENTION,
+    CHUNKS,
+    SAMPLER,
+)
+from slipstream.extensions.fast_decoding.server.chunking_scheduler import (
+    ChunkingScheduler,
+)
 from slipstream.extensions.fast_decoding.server.steady_decoding import STEADY
 from slipstream.rollout_server.engine_interface import EngineDied
 from support.fakes.plain_matrices import keep_matrices_plain

@@ -24,7 +24,9 @@ PLACES = 8
 def settings(tmp_path_factory: pytest.TempPathFactory) -> Any:  # noqa: ANN401 - vLLM's
     config = small_config(
         model={
-            "path": str(make_model_folder(tmp_path_factory.mktemp("model"), **SMALLEST)),
+            "path": str(
+                make_model_folder(tmp_path_factory.mktemp("model"), **SMALLEST)
+            ),
             "dtype": "float32",
         },
         sampling={"max_reply_tokens": 64, "max_episode_tokens": 96},
@@ -62,7 +64,9 @@ class Drafting(Engine):
             self.drafted.append(len(drafts))
             is_reply = end >= len(PROMPT)
             num_accepted = self._chance.randint(0, len(drafts)) if is_reply else 0
-            sampled.append([100 + end + n for n in range(num_accepted + 1)] if is_reply else [])
+            sampled.append(
+                [100 + end + n for n in range(num_accepted + 1)] if is_reply else []
+            )
             self._computed[name] = end + num_accepted
             # vLLM returns a row for each token that it verified.
             ids += [100 + end + n for n in range(len(drafts) + 1)]
@@ -100,12 +104,16 @@ def check_replies(engine: Drafting) -> None:
         tokens = [100 + len(PROMPT) + place for place in range(limit)]
         assert engine.tokens[f"r{number}"] == tokens
         expected = np.asarray([-1 / token for token in tokens], dtype=np.float32)
-        assert np.array_equal(np.asarray(engine.logprobs[f"r{number}"], np.float32), expected)
+        assert np.array_equal(
+            np.asarray(engine.logprobs[f"r{number}"], np.float32), expected
+        )
     assert len(engine.finished) == len(LIMITS)
 
 
 @pytest.mark.parametrize("num_blocks", [100, 12], ids=["roomy", "preempting"])
-def test_replies_are_whole_however_many_tokens_are_accepted(settings, num_blocks: int) -> None:
+def test_replies_are_whole_however_many_tokens_are_accepted(
+    settings, num_blocks: int
+) -> None:
     engine = started(settings, num_blocks)
     engine.drain()
     check_replies(engine)
@@ -147,7 +155,9 @@ class Noted(DraftSwitch):
 
 
 @pytest.mark.parametrize("overlapping", [False, True], ids=["sync", "async"])
-def test_time_without_requests_and_in_pauses_is_not_that_of_a_step(settings, overlapping) -> None:
+def test_time_without_requests_and_in_pauses_is_not_that_of_a_step(
+    settings, overlapping
+) -> None:
     engine = started(settings, 100)
     if not overlapping:
         scheduler = scheduler_of(

@@ -43,7 +43,9 @@ DASHBOARD = DEPLOY / "grafana" / "slipstream.json"
 CHART = DEPLOY / "kubernetes" / "templates" / "rollout-server.yaml"
 PROMTOOL = tools.program("promtool")
 PROMETHEUS = tools.program("prometheus")
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason=f"no promtool here: {tools.HOW}")
+needs_promtool = pytest.mark.skipif(
+    PROMTOOL is None, reason=f"no promtool here: {tools.HOW}"
+)
 
 # The form of a name in that ecosystem: base units last, and `_total` behind counters.
 UNITS = re.compile(r"_(ms|us|minutes|hours|kib|mib|gib|percent|tflops)(_|$)")
@@ -53,10 +55,15 @@ def scrape(run: LiveRun) -> tuple[str, dict[tuple[str, ...], float]]:
     """The text, and each sample by its name and the values of its labels but the run's."""
     path = run.config.run.dir / TARGETS / f"{run.config.run.name}@controller.json"
     (entry,) = json.loads(path.read_text())
-    with urllib.request.urlopen(f"http://{entry['targets'][0]}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(
+        f"http://{entry['targets'][0]}/metrics", timeout=60
+    ) as answer:
         text = answer.read().decode()
     return text, {
-        (sample.name, *(v for k, v in sorted(sample.labels.items()) if k != "run")): sample.value
+        (
+            sample.name,
+            *(v for k, v in sorted(sample.labels.items()) if k != "run"),
+        ): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -123,7 +130,9 @@ def test_the_numbers_are_those_of_the_status_and_the_newest_row(run):
         (server,) = status.servers
         # Version 2 is served, and heartbeats have said all that they will.
         is_served = server.version.step == 2
-        is_told = status.ledger.generated == GENERATED_TOKENS and not status.ledger.in_flight
+        is_told = (
+            status.ledger.generated == GENERATED_TOKENS and not status.ledger.in_flight
+        )
         return is_served and is_told and status.leased_groups == status.complete_groups
 
     wait_until(is_settled)
@@ -137,21 +146,30 @@ def test_the_numbers_are_those_of_the_status_and_the_newest_row(run):
     assert sum(fates.values()) == status.ledger.generated
     assert samples["slipstream_servers", "serving"] == 1
     (server,) = status.servers
-    disabled = ("slipstream_server_disabled_feature", "no drafts here", "drafts", server.server_id)
+    disabled = (
+        "slipstream_server_disabled_feature",
+        "no drafts here",
+        "drafts",
+        server.server_id,
+    )
     assert samples[disabled] == 1
     assert dict(server.disabled_features) == {"drafts": "no drafts here"}
     for field, (name, _) in SERVER_COUNTERS.items():
         got = samples[f"slipstream_server_{name}_total", server.server_id]
         assert got == pytest.approx(getattr(server.report, field))
     assert samples["slipstream_step_lag_mean_versions",] == status.metrics["lag_mean"]
-    assert samples["slipstream_environment_reward_mean", "e"] == status.metrics["e/reward"]
+    assert (
+        samples["slipstream_environment_reward_mean", "e"] == status.metrics["e/reward"]
+    )
     usage = shutil.disk_usage(run.config.run_dir)
     wait_until(lambda: ("slipstream_disk_size_bytes",) in scrape(run)[1])
     assert scrape(run)[1]["slipstream_disk_size_bytes",] == usage.total
 
 
 def test_versions_of_each_process_are_labels_of_a_metric(run):
-    (info,) = (f for f in text_string_to_metric_families(scrape(run)[0]) if "build" in f.name)
+    (info,) = (
+        f for f in text_string_to_metric_families(scrape(run)[0]) if "build" in f.name
+    )
     (sample,) = info.samples
     assert (sample.name, sample.value) == ("slipstream_build_info", 1.0)
     assert sample.labels["version"] == slipstream.__version__
@@ -243,11 +261,17 @@ def queries() -> list[str]:
 def test_alerts_dashboard_and_chart_ask_for_metrics_that_are_there(run):
     text, samples = scrape(run)
     # A family without a sample, such as that of an evaluation, is known too.
-    metric_names = {name for name, *_ in samples} | set(re.findall(r"# TYPE (\w+)", text))
+    metric_names = {name for name, *_ in samples} | set(
+        re.findall(r"# TYPE (\w+)", text)
+    )
     engine = EngineCounts()
-    metric_names |= {sample.name for family in engine.collect() for sample in family.samples}
+    metric_names |= {
+        sample.name for family in engine.collect() for sample in family.samples
+    }
     # A job's name is a value, no metric.
-    text = re.sub(r'job="\w+"', "", ALERTS.read_text() + "".join(queries()) + CHART.read_text())
+    text = re.sub(
+        r'job="\w+"', "", ALERTS.read_text() + "".join(queries()) + CHART.read_text()
+    )
     matches = set(re.findall(r"\b(?:slipstream|process)_\w+", text))
     assert len(matches) > 40
     assert matches <= metric_names
@@ -270,9 +294,13 @@ def test_each_alert_fires_when_it_must_and_at_no_other_time():
         (0.5, 0.25, 4),
     ],
 )
-def test_the_chart_asks_for_servers_by_measured_waits(tmp_path, waited_s, idle, servers):
+def test_the_chart_asks_for_servers_by_measured_waits(
+    tmp_path, waited_s, idle, servers
+):
     """Steps take 2 s, and 4 of 5 servers serve."""
-    (query,) = re.findall(r"query: >-\n(.*?)\n +threshold", CHART.read_text(), re.DOTALL)
+    (query,) = re.findall(
+        r"query: >-\n(.*?)\n +threshold", CHART.read_text(), re.DOTALL
+    )
     series = {
         'servers{run="r", state="serving"}': 4,
         'servers{run="r", state="loading"}': 1,
@@ -308,9 +336,15 @@ def prometheus(folder: Path, targets: Path) -> Iterator[str]:
     config = folder / "prometheus.yml"
     text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
     text = text.replace("scrape_interval: 5s", "scrape_interval: 1s")
-    text = text.replace("runs/.prometheus", str(targets)).replace("alerts.yml", str(ALERTS))
+    text = text.replace("runs/.prometheus", str(targets)).replace(
+        "alerts.yml", str(ALERTS)
+    )
     config.write_text(text)
-    command = [str(PROMETHEUS), f"--config.file={config}", f"--web.listen-address={address}"]
+    command = [
+        str(PROMETHEUS),
+        f"--config.file={config}",
+        f"--web.listen-address={address}",
+    ]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             [*command, f"--storage.tsdb.path={folder / 'data'}"], stdout=log, stderr=log
@@ -340,7 +374,9 @@ def asked(server: str, query: str) -> list[dict]:
 @pytest.mark.skipif(PROMETHEUS is None, reason=f"no prometheus here: {tools.HOW}")
 def test_the_real_prometheus_has_data_for_every_query_of_the_dashboard(run, tmp_path):
     async def serve() -> None:
-        async with metrics_endpoint(run.config, "rollout_server", [EngineCounts()], server="fake"):
+        async with metrics_endpoint(
+            run.config, "rollout_server", [EngineCounts()], server="fake"
+        ):
             await asyncio.Event().wait()
 
     process = run.start(serve())

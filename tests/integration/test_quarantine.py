@@ -12,13 +12,15 @@ from support.rigs.run_processes import records_of, rows_of
 
 def above_zero(trajectory: Trajectory) -> Trajectory:
     return dataclasses.replace(
-        trajectory, behavior_logprobs=np.full(trajectory.num_sampled_tokens, 0.25, np.float32)
+        trajectory,
+        behavior_logprobs=np.full(trajectory.num_sampled_tokens, 0.25, np.float32),
     )
 
 
 def nan(trajectory: Trajectory) -> Trajectory:
     return dataclasses.replace(
-        trajectory, behavior_logprobs=np.full(trajectory.num_sampled_tokens, np.nan, np.float32)
+        trajectory,
+        behavior_logprobs=np.full(trajectory.num_sampled_tokens, np.nan, np.float32),
     )
 
 
@@ -46,11 +48,15 @@ async def test_quarantined_episodes_run_again_and_their_tokens_are_counted(tmp_p
     ends = {r["id"]: r for r in records if r["end"] == "quarantined"}
     assert set(ends) == set(bad)
     assert ends[bad[0]]["cause"] == "a log-probability is 0.25, above 0"
-    assert ends[bad[1]]["cause"].endswith("a value of behavior_logprobs is not a finite number")
+    assert ends[bad[1]]["cause"].endswith(
+        "a value of behavior_logprobs is not a finite number"
+    )
     assert rows_of(config.run_dir)[-1]["quarantined_trajectories"] > 0
 
 
-async def test_a_server_that_produces_nothing_else_stops_the_run_with_the_cause(tmp_path):
+async def test_a_server_that_produces_nothing_else_stops_the_run_with_the_cause(
+    tmp_path,
+):
     config = make_config(tmp_path)
     server = FakeServer(config.controller.address)
     server.spoil = above_zero
@@ -62,7 +68,9 @@ async def test_a_server_that_produces_nothing_else_stops_the_run_with_the_cause(
     )
 
 
-async def test_a_group_goes_on_without_a_member_that_is_quarantined_at_every_attempt(tmp_path):
+async def test_a_group_goes_on_without_a_member_that_is_quarantined_at_every_attempt(
+    tmp_path,
+):
     config = make_config(tmp_path, run__steps=4)
     server = FakeServer(config.controller.address)
     server.spoil = lambda t: above_zero(t) if (t.task_index, t.member) == (3, 0) else t

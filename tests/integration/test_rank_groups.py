@@ -25,7 +25,9 @@ def test_groups_are_those_of_megatrons_generator_of_ranks(layout: str) -> None:
     etp = sizes.get("etp", tp)
     # Megatron's `initialize_model_parallel` makes its two generators the same way.
     order = "tp-cp-ep-dp-pp"
-    dense = RankGenerator(tp=tp, ep=1, dp=world_size // (tp * cp * pp), pp=pp, cp=cp, order=order)
+    dense = RankGenerator(
+        tp=tp, ep=1, dp=world_size // (tp * cp * pp), pp=pp, cp=cp, order=order
+    )
     replicas = world_size // (etp * ep * pp)
     expert = RankGenerator(tp=etp, ep=ep, dp=replicas, pp=pp, cp=1, order=order)
     expected = {name: dense.get_ranks(name) for name in ("tp", "cp", "dp", "pp")} | {
@@ -35,5 +37,6 @@ def test_groups_are_those_of_megatrons_generator_of_ranks(layout: str) -> None:
     }
     layout_groups = RankLayout.of(ParallelSection(**sizes), world_size).groups()
     assert {
-        name: [list(group) for group in groups] for name, groups in layout_groups.items()
+        name: [list(group) for group in groups]
+        for name, groups in layout_groups.items()
     } == expected

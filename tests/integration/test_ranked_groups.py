@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from support.rigs.run_processes import ROOT, check_replay, checked, succeed, write_config
+from support.rigs.run_processes import (
+    ROOT,
+    check_replay,
+    checked,
+    succeed,
+    write_config,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_survives")
 

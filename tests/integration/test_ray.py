@@ -23,7 +23,8 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(
-        not PYTHON.exists(), reason="SLIPSTREAM_RAY must name a virtual environment with ray"
+        not PYTHON.exists(),
+        reason="SLIPSTREAM_RAY must name a virtual environment with ray",
     ),
 ]
 
@@ -50,9 +51,20 @@ def folder(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "NODES, SERVERS = 1, 1" in program
     program = program.replace("NODES, SERVERS = 1, 1", "NODES, SERVERS = 1, 2")
     (folder / "run.py").write_text(program)
-    command = [str(PYTHON), str(RIG), "run.py", "deploy/configs/quickstart.toml", ".", "10"]
-    ended = subprocess.run(command, cwd=folder, env=environ, capture_output=True, check=False)
-    message = "\n".join(path.read_text()[-4000:] for path in sorted(folder.glob("*.tail")))
+    command = [
+        str(PYTHON),
+        str(RIG),
+        "run.py",
+        "deploy/configs/quickstart.toml",
+        ".",
+        "10",
+    ]
+    ended = subprocess.run(
+        command, cwd=folder, env=environ, capture_output=True, check=False
+    )
+    message = "\n".join(
+        path.read_text()[-4000:] for path in sorted(folder.glob("*.tail"))
+    )
     assert ended.returncode == 0, f"{ended.stderr.decode()[-3000:]}\n{message}"
     return folder
 

@@ -22,7 +22,9 @@ LAYOUTS: dict[str, tuple[int, dict]] = {
     "lora": (1, {}),
 }
 # name -> layout, and whether memory is planned for
-JOBS = {f"{name}{kind}": (name, bool(kind)) for name in LAYOUTS for kind in ("", "-planned")}
+JOBS = {
+    f"{name}{kind}": (name, bool(kind)) for name in LAYOUTS for kind in ("", "-planned")
+}
 STEPS = 3
 
 
@@ -47,7 +49,10 @@ def config_of(folder: Path, job: str) -> Config:
     layout, _ = JOBS[job]
     world_size, learner = LAYOUTS[layout]
     tables: dict[str, dict[str, dict[str, object]]] = {
-        "critic": {"algorithm": {"advantage": "gae"}, "critic": {"learning_rate": 1e-3}},
+        "critic": {
+            "algorithm": {"advantage": "gae"},
+            "critic": {"learning_rate": 1e-3},
+        },
         "lora": {"lora": {"rank": 4, "alpha": 8.0}},
     }
     settings = {"learner": learner | {"world_size": world_size}}
@@ -82,10 +87,17 @@ def run_rank(folder: Path, job: str) -> None:
         else:
             values = critic.values(batch)
             metrics.append(critic.train(judged(batch, values), batch.mini_batches(1)))
-        recomputed.append(model.recompute.num_layers if model.recompute is not None else 0)
+        recomputed.append(
+            model.recompute.num_layers if model.recompute is not None else 0
+        )
     layers = len(model.chunks[0].module.decoder.layers)
     weights = [p.detach().clone() for p in model.chunks[0].parameters()]
-    facts = {"weights": weights, "recomputed": recomputed, "layers": layers, "metrics": metrics}
+    facts = {
+        "weights": weights,
+        "recomputed": recomputed,
+        "layers": layers,
+        "metrics": metrics,
+    }
     patch.undo()
     kept(policy, facts, folder / f"{job}.pt")
 
@@ -103,7 +115,9 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_recomputed_layers_train_the_same_bits(layout: str, found: dict[str, dict]) -> None:
+def test_recomputed_layers_train_the_same_bits(
+    layout: str, found: dict[str, dict]
+) -> None:
     plain = found[layout]
     planned = found[f"{layout}-planned"]
     # Autograd adds the gradients of an adapter's input and of its layer's in another order.
@@ -112,7 +126,9 @@ def test_recomputed_layers_train_the_same_bits(layout: str, found: dict[str, dic
         torch.testing.assert_close(ours, theirs, rtol=0.0, atol=bound)
     compared = COMPARED_OF_CRITIC if layout == "critic" else COMPARED
     for ours, theirs in zip(planned["metrics"], plain["metrics"], strict=True):
-        expected = {key: pytest.approx(theirs[key], rel=10 * bound, abs=0.0) for key in compared}
+        expected = {
+            key: pytest.approx(theirs[key], rel=10 * bound, abs=0.0) for key in compared
+        }
         assert {key: ours[key] for key in compared} == expected
 
 

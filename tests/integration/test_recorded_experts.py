@@ -36,7 +36,9 @@ class Reference:
     @torch.no_grad()
     def experts(self, name: str, token_ids: list[int]) -> np.ndarray:
         if name not in self._models:
-            self._models[name] = self._load(self._folder / name, dtype=torch.float32).eval()
+            self._models[name] = self._load(
+                self._folder / name, dtype=torch.float32
+            ).eval()
         model = self._models[name]
         found = []
         hooks = [
@@ -90,7 +92,9 @@ def same_experts(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return (np.sort(found, axis=-1) == np.sort(expected, axis=-1)).all(axis=(1, 2))
 
 
-async def test_every_token_but_the_last_has_the_experts_that_transformers_chooses(rig) -> None:
+async def test_every_token_but_the_last_has_the_experts_that_transformers_chooses(
+    rig,
+) -> None:
     assert rig.engine.num_experts == NUM_EXPERTS
     await rig.publish("old", 0)
     prompts = [[1, *(4 + (n * m) % 28 for m in range(3 + 9 * n)), 3] for n in range(12)]
@@ -131,15 +135,20 @@ async def test_a_cached_prefix_has_the_experts_of_when_it_was_computed(rig) -> N
     first = await rig.generate("first", prompt, 4)
     again = await rig.generate("again", prompt, 4)
     assert again.cached_tokens >= 256
-    assert np.array_equal(first.expert_ids[: len(prompt)], again.expert_ids[: len(prompt)])
+    assert np.array_equal(
+        first.expert_ids[: len(prompt)], again.expert_ids[: len(prompt)]
+    )
 
 
-async def test_tokens_keep_the_experts_of_the_version_that_sampled_behind_them(rig) -> None:
+async def test_tokens_keep_the_experts_of_the_version_that_sampled_behind_them(
+    rig,
+) -> None:
     """An update in flight computes everything again; what is recorded stays as it was."""
     await rig.publish("old", 3)
     start = rig.engine.requests.use().generated_tokens
     replies = [
-        asyncio.create_task(rig.generate(f"flight{n}", [*PROMPT, 4 + n, 3], 150)) for n in range(8)
+        asyncio.create_task(rig.generate(f"flight{n}", [*PROMPT, 4 + n, 3], 150))
+        for n in range(8)
     ]
     await until_generated(rig.engine, start + 100, replies)
     await rig.publish("new", 4)
@@ -164,7 +173,9 @@ async def test_tokens_keep_the_experts_of_the_version_that_sampled_behind_them(r
 async def test_cancelled_and_probing_requests_disturb_nothing(rig) -> None:
     await rig.publish("old", 0)
     before = rig.engine.requests.use().generated_tokens
-    replies = [asyncio.create_task(rig.generate(f"c{n}", PROMPT, 150)) for n in range(8)]
+    replies = [
+        asyncio.create_task(rig.generate(f"c{n}", PROMPT, 150)) for n in range(8)
+    ]
     await until_generated(rig.engine, before + 50, replies)
     for number in range(0, 8, 2):
         await rig.engine.requests.cancel(f"c{number}")

@@ -30,7 +30,9 @@ class SavingTrainer(FakeTrainer):
 
     async def _save(self) -> None:
         step = self.version.step
-        partial = written_checkpoint(self._folder, step, weight_digest=self.digest.hex())
+        partial = written_checkpoint(
+            self._folder, step, weight_digest=self.digest.hex()
+        )
         publish_and_retain(partial, keep_last=2, keep_every=0)
         await super()._save()
 
@@ -41,10 +43,14 @@ def config_of(folder: Path, *, steps: int = STEPS, **changes) -> Config:
 
 
 def kept(config: Config) -> list[str]:
-    return sorted(path.name for path in (config.run_dir / "journal" / "batches").iterdir())
+    return sorted(
+        path.name for path in (config.run_dir / "journal" / "batches").iterdir()
+    )
 
 
-async def test_the_run_goes_on_from_the_oldest_checkpoint_that_it_keeps(tmp_path: Path, capsys):
+async def test_the_run_goes_on_from_the_oldest_checkpoint_that_it_keeps(
+    tmp_path: Path, capsys
+):
     config = config_of(tmp_path)
     summary = await play(config, trainer=SavingTrainer(config))
     assert (summary["code"], summary["steps"]) == (0, STEPS)
@@ -57,17 +63,24 @@ async def test_the_run_goes_on_from_the_oldest_checkpoint_that_it_keeps(tmp_path
     assert line.endswith(f"; {message}; faults: 0")
     # The newest one is lost.
     checkpoints = config.run_dir / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == ["step-000004", "step-000006"]
+    assert sorted(path.name for path in checkpoints.iterdir()) == [
+        "step-000004",
+        "step-000006",
+    ]
     shutil.rmtree(checkpoints / "step-000006")
     more = config_of(tmp_path, steps=STEPS + 2)
     trainer = SavingTrainer(more, begins_with=checkpoints / "step-000004")
     summary = await play(more, trainer=trainer)
     assert (summary["code"], summary["steps"]) == (0, STEPS + 2)
-    versions = [tuple(record["version"]) for record in records_of(config.run_dir, "step")]
+    versions = [
+        tuple(record["version"]) for record in records_of(config.run_dir, "step")
+    ]
     assert versions == [(0, step) for step in range(1, STEPS + 3)]
 
 
-async def test_a_trainer_that_brings_other_weights_than_recorded_needs_no_removed_batch(tmp_path):
+async def test_a_trainer_that_brings_other_weights_than_recorded_needs_no_removed_batch(
+    tmp_path,
+):
     config = config_of(tmp_path)
     await play(config, trainer=SavingTrainer(config))
     more = config_of(tmp_path, steps=STEPS + 1)
@@ -80,7 +93,11 @@ async def test_a_trainer_that_brings_other_weights_than_recorded_needs_no_remove
     steps = records_of(config.run_dir, "step")
     step = next(record for record in steps if record["digest"] == bytes(16).hex())
     assert (step["step"], step["version"]) == (3, [1, 4])
-    assert step["lags"] == next(record for record in steps if record["step"] == 3)["lags"] != []
+    assert (
+        step["lags"]
+        == next(record for record in steps if record["step"] == 3)["lags"]
+        != []
+    )
 
 
 async def test_a_batch_that_the_run_did_not_remove_is_a_fault(tmp_path: Path) -> None:
@@ -97,7 +114,9 @@ async def test_a_batch_that_the_run_did_not_remove_is_a_fault(tmp_path: Path) ->
     assert examine(config.run_dir).faults == [message.format(5, ", 5")]
 
 
-async def test_a_folder_that_lets_nothing_be_removed_is_told(tmp_path: Path, monkeypatch) -> None:
+async def test_a_folder_that_lets_nothing_be_removed_is_told(
+    tmp_path: Path, monkeypatch
+) -> None:
     config = config_of(tmp_path)
 
     unlink = Path.unlink

@@ -61,10 +61,17 @@ OF_KERNEL = (
 def capabilities() -> dict[str, tuple[list[str], list[str]]]:
     """The modules of each optional capability, and the settings of a run that does without it."""
     text = (ROOT / "docs" / "architecture.md").read_text()
-    section = text[text.index("\n## What a run may do without") : text.index("\n## Words")]
-    rows = re.findall(r"^\| ([^|`]+) \| (`slipstream[^|]+) \| ([^|]+) \|", section, re.MULTILINE)
+    section = text[
+        text.index("\n## What a run may do without") : text.index("\n## Words")
+    ]
+    rows = re.findall(
+        r"^\| ([^|`]+) \| (`slipstream[^|]+) \| ([^|]+) \|", section, re.MULTILINE
+    )
     return {
-        name: (re.findall(r"`([^`]+)`", modules), re.findall(r"`(\w+\.[^`]+=[^`]+)`", settings))
+        name: (
+            re.findall(r"`([^`]+)`", modules),
+            re.findall(r"`(\w+\.[^`]+=[^`]+)`", settings),
+        )
         for name, modules, settings in rows
     }
 
@@ -72,7 +79,11 @@ def capabilities() -> dict[str, tuple[list[str], list[str]]]:
 def sources(module: str) -> list[Path]:
     """The files of a module or package."""
     place = module.replace(".", "/")
-    files = [file for root in ROOT.glob("*/slipstream") for file in [root.parent / f"{place}.py"]]
+    files = [
+        file
+        for root in ROOT.glob("*/slipstream")
+        for file in [root.parent / f"{place}.py"]
+    ]
     folders = [root.parent / place for root in ROOT.glob("*/slipstream")]
     within = [file for folder in folders for file in folder.rglob("*.py")]
     return [*filter(Path.is_file, files), *within]
@@ -105,7 +116,9 @@ def train(folder: Path, model: Path, removed: list[str], settings: list[str]) ->
 
 
 def test_every_extension_has_a_row_and_every_row_its_modules() -> None:
-    modules_of_all = [module for modules, _ in capabilities().values() for module in modules]
+    modules_of_all = [
+        module for modules, _ in capabilities().values() for module in modules
+    ]
     assert all(map(sources, modules_of_all))
     modules = (ROOT / "extensions" / "slipstream" / "extensions").glob("*/*.py")
     extensions = {f"slipstream.extensions.{file.parent.name}" for file in modules}
@@ -120,7 +133,9 @@ def test_a_run_trains_without_any_of_them(tmp_path: Path, tiny_model: Path) -> N
     pairs = capabilities().values()
     modules = [module for own_modules, _ in pairs for module in own_modules]
     settings = [
-        setting for _, own_settings_of_extension in pairs for setting in own_settings_of_extension
+        setting
+        for _, own_settings_of_extension in pairs
+        for setting in own_settings_of_extension
     ]
     train(tmp_path, tiny_model, modules, settings)
 
@@ -135,6 +150,17 @@ def test_the_kernel_works_without(name: str, tmp_path: Path, tiny_model: Path) -
     files = [file for place in tests for file in [*place.rglob("test_*.py")] or [place]]
     names = re.compile("|".join(re.escape(module) for module in modules))
     # Tests of the capability itself.
-    ignored_files = [f"--ignore={file}" for file in files if names.search(file.read_text())]
-    command = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests, *ignored_files)
+    ignored_files = [
+        f"--ignore={file}" for file in files if names.search(file.read_text())
+    ]
+    command = (
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+        *ignored_files,
+    )
     run(*command, hook=tmp_path / "hook", cwd=ROOT, limit_s=600)

@@ -18,6 +18,8 @@ def run_rank(folder: Path, job: str) -> None:
     (folder / job).write_text(" ".join(tensor.device.type for tensor in tensors))
 
 
-def test_tensors_made_under_a_device_are_on_it(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_tensors_made_under_a_device_are_on_it(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
     rank_pool.run(Path(__file__), ["meta"], world_size=1, folder=tmp_path)
     assert (tmp_path / "meta").read_text() == "meta meta meta meta"

@@ -10,10 +10,18 @@ from support.rigs.run_processes import write_config
 
 
 @pytest.mark.long
-def test_a_step_that_fails_is_no_digest_that_differs(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_step_that_fails_is_no_digest_that_differs(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     path = write_config(tmp_path, tiny_model)
     process = completed(
-        [sys.executable, "-m", "slipstream.learner.trainer.replay", "--config", str(path)],
+        [
+            sys.executable,
+            "-m",
+            "slipstream.learner.trainer.replay",
+            "--config",
+            str(path),
+        ],
         env={name: value for name, value in os.environ.items() if name != "RANK"},
     )
     assert process.returncode == 3, process.stderr

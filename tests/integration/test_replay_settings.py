@@ -126,14 +126,18 @@ def test_other_settings_give_the_weights_of_a_run_that_had_them(folder: Path) ->
 
 
 @pytest.mark.parametrize("name", SINGLE)
-def test_one_other_setting_gives_the_weights_of_a_run_that_had_it(folder: Path, name: str) -> None:
+def test_one_other_setting_gives_the_weights_of_a_run_that_had_it(
+    folder: Path, name: str
+) -> None:
     answer = answer_of(folder, f"what if {name}")
     digests = digests_of(folder, name)
     assert digests != digests_of(folder, "run")
     assert answer.digests == [f"{digest}  by the other settings" for digest in digests]
 
 
-def test_each_step_shows_its_change_and_its_metrics_beside_the_original(folder: Path) -> None:
+def test_each_step_shows_its_change_and_its_metrics_beside_the_original(
+    folder: Path,
+) -> None:
     answer = answer_of(folder, "compared")
     for version in range(1, STEPS + 1):
         start = f"version {version}: "
@@ -157,7 +161,9 @@ def test_a_first_update_of_twice_the_rate_has_the_same_direction_and_twice_the_n
     assert float(norm) == pytest.approx(2 * float(original_norm), rel=1e-2)
 
 
-def test_a_replay_that_differs_shows_metrics_and_how_far_from_a_checkpoint(folder: Path) -> None:
+def test_a_replay_that_differs_shows_metrics_and_how_far_from_a_checkpoint(
+    folder: Path,
+) -> None:
     answer = answer_of(folder, "different")
     digests = digests_of(folder, "run")[:2]
     verdicts = [text.split(maxsplit=1)[1] for text in answer.digests]
@@ -169,7 +175,9 @@ def test_a_replay_that_differs_shows_metrics_and_how_far_from_a_checkpoint(folde
     (change,) = answer.beginning(start)
     cosine, _, _ = change.removeprefix(start).partition(",")
     assert float(cosine) == pytest.approx(1.0, abs=1e-4)
-    assert answer.lines[-1].startswith("version digests that differ: 2, by other packages")
+    assert answer.lines[-1].startswith(
+        "version digests that differ: 2, by other packages"
+    )
 
 
 def test_settings_of_an_earlier_start_reach_the_recorded_digests(folder: Path) -> None:

@@ -42,7 +42,9 @@ class Crashes:
     A moment is shorter than two steps: however slow the machine, there is a copy of every third.
     """
 
-    def __init__(self, config: Config, trainer: FakeTrainer, folder: Path, seed: int) -> None:
+    def __init__(
+        self, config: Config, trainer: FakeTrainer, folder: Path, seed: int
+    ) -> None:
         self.config = config
         self.trainer = trainer
         self.folder = folder
@@ -77,7 +79,11 @@ def moved(config: Config, folder: Path, **run) -> Config:
 
 def check_run(config: Config, summary: dict) -> list[dict]:
     """Every step is trained, and no task of an environment is dealt twice; returns the records."""
-    assert (summary["code"], summary["state"], summary["steps"]) == (0, "finished", STEPS)
+    assert (summary["code"], summary["state"], summary["steps"]) == (
+        0,
+        "finished",
+        STEPS,
+    )
     records = records_of(config.run_dir)
     leases = [r for r in records if r["kind"] == "lease"]
     # A group that is leased again has no number of its own.
@@ -148,12 +154,18 @@ async def test_a_step_that_comes_out_different_begins_a_new_timeline(tmp_path):
     records = check_run(again, summary)
     assert trainer.version == PolicyVersion(1, STEPS)
     # No server is sent weights of the abandoned timeline.
-    assert all(version.incarnation == 1 for server in fleet for version in server.loaded_versions)
+    assert all(
+        version.incarnation == 1
+        for server in fleet
+        for version in server.loaded_versions
+    )
     first = [r["version"] for r in records if r["kind"] == "step"]
     assert [1, checkpoint[0].step + 1] in first
 
 
-async def test_a_run_that_was_stopped_goes_on_with_more_steps_and_what_was_submitted(tmp_path):
+async def test_a_run_that_was_stopped_goes_on_with_more_steps_and_what_was_submitted(
+    tmp_path,
+):
     config = make_config(tmp_path, run__steps=5)
     trainer = FakeTrainer(config.controller.address, step_s=0.05, checkpoint_every=1)
     trainer.hold_at(2)
@@ -173,11 +185,16 @@ async def test_a_run_that_was_stopped_goes_on_with_more_steps_and_what_was_submi
     summary, trainer, fleet = await resume(again, trainer.newest_checkpoint)
     check_run(again, summary)
     assert len(trainer.batches) == STEPS - stopped_at
-    assert {lease.environment for server in fleet for lease in server.leases} == {"e", "submitted"}
+    assert {lease.environment for server in fleet for lease in server.leases} == {
+        "e",
+        "submitted",
+    }
     # The rows of both starts count.
     shares = summary["time"]["trainer"]
     rows = rows_of(again.run_dir)
-    waited_s, all_s = (sum(row[name] for row in rows) for name in ("groups_wait_s", "step_s"))
+    waited_s, all_s = (
+        sum(row[name] for row in rows) for name in ("groups_wait_s", "step_s")
+    )
     assert len(rows) == STEPS
     assert shares["waiting for groups"] == pytest.approx(waited_s / all_s)
 
@@ -199,7 +216,9 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
             """Whether a copy of the run lacks a batch for something that was delivered."""
             shutil.rmtree(crashed, ignore_errors=True)
             copy_run(config, crashed)
-            batched = {g for r in records_of(crashed / "r", "batch") for g in r["groups"]}
+            batched = {
+                g for r in records_of(crashed / "r", "batch") for g in r["groups"]
+            }
             delivered = fleet.delivered.copy()
             held = {name for name, _ in delivered if name.split(".")[0] not in batched}
             left[:] = [delivered, trainer.newest_checkpoint, held]
@@ -219,7 +238,9 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
             for trajectory_id, data in [*delivered, *delivered]:
                 await sender.put(trajectory_id, data, timeout_s=LIMIT_S)
             await client.xreadgroup(GROUP, CONSUMER, {stream: ">"}, count=10_000)
-            assert (await client.xpending(stream, GROUP))["pending"] == 2 * len(delivered)
+            assert (await client.xpending(stream, GROUP))["pending"] == 2 * len(
+                delivered
+            )
 
             again = moved(config, crashed)
             resumed = FakeTrainer(again.controller.address, checkpoint=checkpoint)
@@ -230,7 +251,9 @@ async def test_what_a_crash_left_unacknowledged_in_redis_is_trained_once(tmp_pat
         assert {t.trajectory_id for batch in resumed.batches for t in batch} & held
 
 
-async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_again(tmp_path, caplog):
+async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_again(
+    tmp_path, caplog
+):
     users = {"administrator": "~* &* +@all"}
     async with EmbeddedServer(tmp_path / "valkey", users) as redis_server:
         url = redis_server.url("administrator")
@@ -250,15 +273,24 @@ async def test_a_run_whose_redis_lost_data_ends_with_one_line_and_generates_agai
         with pytest.raises(BaseExceptionGroup) as caught:
             await play(config, fleet, trainer=trainer, during=lose_data)
         (cause,) = {str(error) for error in leaves(caught.value)}
-        assert cause.startswith(f"redis at {redis_server.address} lost data of run {fleet.run_id}")
-        assert cause.endswith("start the run again: it generates lost trajectories again")
+        assert cause.startswith(
+            f"redis at {redis_server.address} lost data of run {fleet.run_id}"
+        )
+        assert cause.endswith(
+            "start the run again: it generates lost trajectories again"
+        )
 
         again = moved(config, tmp_path)
-        resumed = FakeTrainer(again.controller.address, checkpoint=trainer.newest_checkpoint)
+        resumed = FakeTrainer(
+            again.controller.address, checkpoint=trainer.newest_checkpoint
+        )
         server = FakeServer(again.controller.address, "s0", queue_url=url)
         summary = await play(again, server, trainer=resumed)
         records = check_run(again, summary)
-    assert [record["added"] for record in records if record["kind"] == "queue"] == [0, 0]
+    assert [record["added"] for record in records if record["kind"] == "queue"] == [
+        0,
+        0,
+    ]
     assert "the queue lost what waited there; it is generated again" in caplog.text
 
 
@@ -268,7 +300,9 @@ def leaves(error: BaseException) -> list[BaseException]:
     return [error]
 
 
-async def test_a_controller_is_fenced_by_a_later_one_that_sees_no_lock(tmp_path, monkeypatch):
+async def test_a_controller_is_fenced_by_a_later_one_that_sees_no_lock(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
     config = make_config(tmp_path, run__steps=STEPS)
     trainer = FakeTrainer(config.controller.address)

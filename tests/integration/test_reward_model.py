@@ -16,7 +16,9 @@ def conversation(reply: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": "a b"}, {"role": "assistant", "content": reply}]
 
 
-async def test_scores_are_those_of_the_model_in_transformers(tmp_path: Path, tiny_model: Path):
+async def test_scores_are_those_of_the_model_in_transformers(
+    tmp_path: Path, tiny_model: Path
+):
     from transformers import AutoTokenizer, LlamaForSequenceClassification
 
     torch.manual_seed(0)
@@ -31,7 +33,9 @@ async def test_scores_are_those_of_the_model_in_transformers(tmp_path: Path, tin
     with teacher_server(folder, tmp_path / "log", more=more) as url:
         judge = RewardModel(url, NAME)
         scores = [await judge.score(conversation(reply)) for reply in REPLIES]
-        likely = await RewardModel(url, NAME, as_probability=True).score(conversation("a"))
+        likely = await RewardModel(url, NAME, as_probability=True).score(
+            conversation("a")
+        )
     expected = []
     for reply in REPLIES:
         ids = tokenizer.apply_chat_template(

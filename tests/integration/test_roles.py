@@ -40,14 +40,18 @@ def one_rank(
 def two_ranks(
     rank_pool: RankPool, folder: Path, request: pytest.FixtureRequest
 ) -> dict[str, list[dict]]:
-    return run_layouts(rank_pool, folder, chosen_jobs(request, layouts_of(2), parameter="layout"))
+    return run_layouts(
+        rank_pool, folder, chosen_jobs(request, layouts_of(2), parameter="layout")
+    )
 
 
 def layouts_of(world_size: int) -> list[str]:
     return [name for name, layout in LAYOUTS.items() if layout.world_size == world_size]
 
 
-def run_layouts(pool: RankPool, folder: Path, names: list[str]) -> dict[str, list[dict]]:
+def run_layouts(
+    pool: RankPool, folder: Path, names: list[str]
+) -> dict[str, list[dict]]:
     """What each rank of each layout saw."""
     sizes = {name: LAYOUTS[name].world_size for name in names}
     return pool.found(role_ranks, sizes, folder, "{}-{}.pt")
@@ -57,7 +61,9 @@ class PlainCritic:
     """The same critic on transformers and torch: one conversation at a time, unpacked."""
 
     def __init__(self, path: Path) -> None:
-        self.body = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).model
+        self.body = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32
+        ).model
         weight = torch.randn(1, 64, generator=torch.Generator().manual_seed(0))
         self.head = torch.nn.Linear(64, 1)
         self.head.weight.data = weight * 0.1 / math.sqrt(64)
@@ -68,11 +74,17 @@ class PlainCritic:
         self.optimizer = torch.optim.AdamW(
             [
                 {
-                    "params": [parameter for parameter in self.parameters if parameter.ndim > 1],
+                    "params": [
+                        parameter for parameter in self.parameters if parameter.ndim > 1
+                    ],
                     "weight_decay": decay,
                 },
                 {
-                    "params": [parameter for parameter in self.parameters if parameter.ndim == 1],
+                    "params": [
+                        parameter
+                        for parameter in self.parameters
+                        if parameter.ndim == 1
+                    ],
                     "weight_decay": 0.0,
                 },
             ],
@@ -84,7 +96,10 @@ class PlainCritic:
     def values(self, trajectory: Trajectory) -> torch.Tensor:
         """What stands before each sampled token, in one conversation after the other."""
         return torch.cat(
-            [self._values(conversation) for conversation, _ in conversations(trajectory)]
+            [
+                self._values(conversation)
+                for conversation, _ in conversations(trajectory)
+            ]
         )
 
     def _values(self, trajectory: Trajectory) -> torch.Tensor:
@@ -131,7 +146,9 @@ class PlainCritic:
             "value_loss": losses / num_tokens,
             "critic_grad_norm": sum(norms) / 2,
             "value_clip_fraction": num_clipped / num_tokens,
-            "explained_variance": explained_variance(np.concatenate(old), np.concatenate(returns)),
+            "explained_variance": explained_variance(
+                np.concatenate(old), np.concatenate(returns)
+            ),
         }
 
 
@@ -144,7 +161,9 @@ def test_the_critic_learns_like_plain_transformers(layout, folder, one_rank):
         values = torch.from_numpy(np.concatenate(plain.all_values(batch)))
         torch.testing.assert_close(result["values"][step], values, rtol=1e-5, atol=1e-5)
         for name, value in plain.train(batch).items():
-            assert result["critic"][step][name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+            assert result["critic"][step][name] == pytest.approx(
+                value, rel=1e-5, abs=1e-6
+            ), name
         clipped += result["critic"][step]["value_clip_fraction"]
     assert clipped > 0
 
@@ -155,7 +174,9 @@ def test_the_reference_says_what_the_start_folder_says(layout, folder, one_rank)
     expected = []
     likely = []
     trajectories = batches(config_of(layout, folder))[0].trajectories
-    for trajectory, _ in itertools.chain.from_iterable(map(conversations, trajectories)):
+    for trajectory, _ in itertools.chain.from_iterable(
+        map(conversations, trajectories)
+    ):
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
         with torch.no_grad():
             temperature = OTHER_TEMPERATURE if trajectory.environment == OTHER else 0.8
@@ -163,10 +184,16 @@ def test_the_reference_says_what_the_start_folder_says(layout, folder, one_rank)
         mask = torch.from_numpy(trajectory.sampled_mask())[1:]
         expected.append(logprobs.gather(1, ids[0, 1:, None])[:, 0][mask])
         best = logprobs[mask].topk(TOP_K)
-        likely.append(torch.zeros(logprobs[mask].shape).scatter(1, best.indices, best.values))
+        likely.append(
+            torch.zeros(logprobs[mask].shape).scatter(1, best.indices, best.values)
+        )
     result = one_rank[layout][0]
-    torch.testing.assert_close(result["likely"], torch.cat(likely), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(result["reference"], torch.cat(expected), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        result["likely"], torch.cat(likely), rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        result["reference"], torch.cat(expected), rtol=1e-5, atol=1e-5
+    )
     assert result["gradients_of_reference"] == 0
 
 
@@ -178,15 +205,21 @@ def test_roles_on_two_ranks_do_what_they_do_on_one(layout, one_rank, two_ranks):
     expected = one_rank["one-tied" if of_layout.model == "tied" else reference][0]
     for rank_result in ranks:
         for name in ("reference", "likely"):
-            torch.testing.assert_close(rank_result[name], expected[name], rtol=1e-5, atol=2e-5)
+            torch.testing.assert_close(
+                rank_result[name], expected[name], rtol=1e-5, atol=2e-5
+            )
         for name in ("values", "references"):
             for ours, theirs in zip(rank_result[name], expected[name], strict=True):
                 torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
         for ours, theirs in zip(rank_result["critic"], expected["critic"], strict=True):
             assert ours == pytest.approx(theirs, rel=1e-5, abs=2e-6)
-        for ours, theirs in zip(rank_result["metrics"], expected["metrics"], strict=True):
+        for ours, theirs in zip(
+            rank_result["metrics"], expected["metrics"], strict=True
+        ):
             for name in STEP_METRICS:
-                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), name
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), (
+                    name
+                )
         check_refresh(rank_result)
     heads = [rank["head"] for rank in ranks if rank["head"]]
     assert heads
@@ -199,11 +232,15 @@ def check_refresh(found: dict) -> None:
     assert torch.equal(first, found["reference"])
     assert not torch.allclose(second, first, atol=1e-3)
     assert torch.equal(third, second)
-    torch.testing.assert_close(found["refreshed"], found["policy"], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found["refreshed"], found["policy"], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("layout", layouts_of(1))
-def test_a_refreshed_reference_is_the_policy(layout: str, one_rank: dict[str, list[dict]]) -> None:
+def test_a_refreshed_reference_is_the_policy(
+    layout: str, one_rank: dict[str, list[dict]]
+) -> None:
     result = one_rank[layout][0]
     check_refresh(result)
     divergence = [metrics["kl_reference"] for metrics in result["metrics"]]
@@ -213,17 +250,25 @@ def test_a_refreshed_reference_is_the_policy(layout: str, one_rank: dict[str, li
     assert (divergence[1] > 1e-4) == (layout == "one-tied")
 
 
-def test_every_weight_of_a_refreshed_reference_is_the_policys(rank_pool, folder) -> None:
+def test_every_weight_of_a_refreshed_reference_is_the_policys(
+    rank_pool, folder
+) -> None:
     job = "refresh:gpt-oss:gpt-oss"
     result = rank_pool.found(role_ranks, {job: 1}, folder)[job]
     assert result["stale"] == []
     assert any(".experts.linear_fc1.weight0" in name for name in result["names"])
 
 
-def test_the_policy_waits_until_the_critic_is_warm(one_rank: dict[str, list[dict]]) -> None:
+def test_the_policy_waits_until_the_critic_is_warm(
+    one_rank: dict[str, list[dict]],
+) -> None:
     result = one_rank["one"][0]
     assert result["is_policy_same"] == [True, False, False]
-    assert [metrics["learning_rate"] for metrics in result["metrics"]] == [0.0, 5e-4, 1e-3]
+    assert [metrics["learning_rate"] for metrics in result["metrics"]] == [
+        0.0,
+        5e-4,
+        1e-3,
+    ]
     assert all(metrics["critic_grad_norm"] > 0 for metrics in result["metrics"])
     # Adam's average holds a tenth of the first gradient that moved the policy, which was clipped,
     # and nothing of those by values that the critic had not learnt.
@@ -236,7 +281,9 @@ def swapped(rank_pool: RankPool, folder: Path) -> list[dict]:
     return rank_pool.found(role_ranks, {"groups": 2}, folder, "{}-{}.pt")["groups"]
 
 
-def test_each_layout_has_its_own_groups_while_it_is_in_force(swapped: list[dict]) -> None:
+def test_each_layout_has_its_own_groups_while_it_is_in_force(
+    swapped: list[dict],
+) -> None:
     for rank, rank_result in enumerate(swapped):
         assert rank_result["sizes_outside"] == rank_result["sizes_after"] == (2, 1)
         assert rank_result["sizes_inside"] == (1, 2)
@@ -254,7 +301,13 @@ def test_nothing_of_another_layout_is_left(swapped: list[dict]) -> None:
         assert result["filled"] == {}
 
 
-SAVED = ("one", "tp2-pp2-dp2", "sp2-pp2-pp2-tied", "sp2-sp2-dp2-offload", "dp2-dp2-dp2-overlap")
+SAVED = (
+    "one",
+    "tp2-pp2-dp2",
+    "sp2-pp2-pp2-tied",
+    "sp2-sp2-dp2-offload",
+    "dp2-dp2-dp2-overlap",
+)
 # The checkpoint, and the layout into which it is loaded.
 LOADED = (
     "one:one",
@@ -281,7 +334,9 @@ def checkpoints(
 
 
 @pytest.mark.parametrize("load", LOADED)
-def test_all_models_go_on_from_a_checkpoint_in_any_layout(load: str, checkpoints: dict[str, dict]):
+def test_all_models_go_on_from_a_checkpoint_in_any_layout(
+    load: str, checkpoints: dict[str, dict]
+):
     saved, layout = load.split(":")
     expected = checkpoints[f"save:{saved}"]
     result = checkpoints[f"load:{load}"]
@@ -290,8 +345,12 @@ def test_all_models_go_on_from_a_checkpoint_in_any_layout(load: str, checkpoints
         assert result["metrics"] == expected["metrics"]
         assert torch.equal(result["values"], expected["values"])
     else:
-        assert result["metrics"] == pytest.approx(expected["metrics"], rel=1e-5, abs=2e-6)
-        torch.testing.assert_close(result["values"], expected["values"], rtol=1e-5, atol=1e-5)
+        assert result["metrics"] == pytest.approx(
+            expected["metrics"], rel=1e-5, abs=2e-6
+        )
+        torch.testing.assert_close(
+            result["values"], expected["values"], rtol=1e-5, atol=1e-5
+        )
 
 
 def test_roles_without_a_folder_start_from_the_weights_that_the_policy_starts_from(

@@ -16,7 +16,9 @@ from slipstream.core.errors import ConfigError, WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.extensions.fast_decoding.server import chunking_scheduler
 from slipstream.extensions.fast_decoding.server.arguments import ATTENTION, SAMPLER
-from slipstream.extensions.fast_decoding.server.chunking_scheduler import scheduler_class
+from slipstream.extensions.fast_decoding.server.chunking_scheduler import (
+    scheduler_class,
+)
 from slipstream.extensions.fast_decoding.server.steady_decoding import CHUNK_TOKENS
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
@@ -54,7 +56,9 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     repack = loader_update.repack_kept_linears
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            loader_update, "repack_kept_linears", lambda model: REPACKS[0] and repack(model)
+            loader_update,
+            "repack_kept_linears",
+            lambda model: REPACKS[0] and repack(model),
         )
         async with engine_rig(tmp_path_factory.mktemp("model"), engine=few) as rig:
             yield rig
@@ -116,7 +120,9 @@ async def test_no_token_behind_a_stop_token_is_handed_out(rig) -> None:
 async def test_a_reply_ends_with_the_token_that_completes_a_text(rig) -> None:
     await rig.publish(rig.old, 0)
     greedy = dataclasses.replace(ENDLESS, temperature=0.0)
-    tokens = (await rig.generate("endless", sampling=greedy, num_tokens=60)).token_ids.tolist()
+    tokens = (
+        await rig.generate("endless", sampling=greedy, num_tokens=60)
+    ).token_ids.tolist()
     for start in range(0, 40, 3):
         text = rig.renderer.decode_all(tokens[start : start + 3])
         expected = next(
@@ -148,7 +154,8 @@ async def test_no_token_behind_a_text_is_handed_out_or_counted(rig) -> None:
     gaps = np.concatenate(
         [
             np.abs(
-                rig.reference.logprobs(rig.old, [*PROMPT, *tokens], temperature=2.0)[4:] - logprobs
+                rig.reference.logprobs(rig.old, [*PROMPT, *tokens], temperature=2.0)[4:]
+                - logprobs
             )
             for reply in replies
             for tokens, logprobs in [(reply.token_ids.tolist(), reply.logprobs)]
@@ -190,7 +197,9 @@ async def last_output(collector):
 @pytest.mark.parametrize(
     "parameters", [{"temperature": 1.0}, {"temperature": 0.7, "top_k": 9, "top_p": 0.8}]
 )
-async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(rig, parameters) -> None:
+async def test_chunks_hold_exactly_what_vllm_hands_out_token_by_token(
+    rig, parameters
+) -> None:
     await rig.publish(rig.old, 0)
     ours = await sample_as(rig, "FINAL_ONLY", parameters)
     theirs = await sample_as(rig, "CUMULATIVE", parameters)
@@ -224,10 +233,15 @@ async def test_a_pause_hands_out_every_token_that_was_sampled(rig) -> None:
     await rig.engine.pauses.resume(PolicyVersion(0, 0))
 
 
-async def test_outputs_of_another_vllm_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outputs_of_another_vllm_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fields = set(EngineCoreOutput.__struct_fields__)
     assert scheduler_class(EngineScheduler)
-    for handled, name in ((fields | {"old_thing"}, "old_thing"), (fields - {"events"}, "events")):
+    for handled, name in (
+        (fields | {"old_thing"}, "old_thing"),
+        (fields - {"events"}, "events"),
+    ):
         monkeypatch.setattr(chunking_scheduler, "_FIELDS", handled)
         with pytest.raises(ConfigError, match=rf"differ from 0\.32\.0's in: {name}"):
             scheduler_class(EngineScheduler)
@@ -238,7 +252,9 @@ async def test_an_update_in_flight_is_stamped_where_the_weights_changed(rig) -> 
 
 
 @pytest.mark.parametrize("give_back", [False, True])
-async def test_an_engine_rests_with_its_requests_and_goes_on_exactly(rig, give_back) -> None:
+async def test_an_engine_rests_with_its_requests_and_goes_on_exactly(
+    rig, give_back
+) -> None:
     await rig.publish(rig.old, 3)
     replies = await rig.begun("rest", 8, 50, ENDLESS)
     await rig.engine.pauses.rest(give_back=give_back)
@@ -268,7 +284,11 @@ async def test_no_cached_prefix_crosses_a_version(rig) -> None:
 
 
 async def test_the_probe_shows_a_tied_head_that_stayed_old(rig) -> None:
-    sequences = [[1, 4, 9, 13, 22, 30, 5], [1, 7, 7, 8], [1, *range(4, 32), *range(4, 30)]]
+    sequences = [
+        [1, 4, 9, 13, 22, 30, 5],
+        [1, 7, 7, 8],
+        [1, *range(4, 32), *range(4, 30)],
+    ]
 
     async def gap() -> float:
         scores = await rig.engine.teacher_forced_logprobs(sequences)
@@ -326,11 +346,15 @@ async def test_a_request_that_cannot_be_served_fails_alone(rig) -> None:
     with pytest.raises(RequestRefused):
         await rig.generate("none", num_tokens=0)
     vocabulary = rig.engine.llm.model_config.get_vocab_size()
-    with pytest.raises(RequestRefused, match=f"token {vocabulary}: the model has {vocabulary} "):
+    with pytest.raises(
+        RequestRefused, match=f"token {vocabulary}: the model has {vocabulary} "
+    ):
         await rig.generate("unknown", [4, vocabulary])
     for options in (TextOptions(num_logprobs=10**9), TextOptions(stop=("\ud800",))):
         with pytest.raises(RequestRefused):
-            async for _ in rig.engine.requests.stream("odd", [4], SAMPLING, 1, options=options):
+            async for _ in rig.engine.requests.stream(
+                "odd", [4], SAMPLING, 1, options=options
+            ):
                 pass
     assert len((await rig.generate("short", num_tokens=1)).token_ids) == 1
 
@@ -346,7 +370,9 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
 
     breaking = GlooSender("breaking", deadline_s=0.5)
     order = breaking.order("p", 1)
-    sending = asyncio.create_task(asyncio.to_thread(breaking.send, layout, rig.new, max_buckets=3))
+    sending = asyncio.create_task(
+        asyncio.to_thread(breaking.send, layout, rig.new, max_buckets=3)
+    )
     with pytest.raises(WeightSyncError, match="did not arrive"):
         await rig.receive(order, layout)
     # On a busy machine, its own deadline may have passed before.
@@ -358,14 +384,18 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
 
     strange = GlooSender("strange")
     unknown = rig.new | {"model.layers.7.mlp.up_proj.weight": torch.zeros(4, 4)}
-    sending = asyncio.create_task(asyncio.to_thread(strange.send, layout_of(unknown), unknown))
+    sending = asyncio.create_task(
+        asyncio.to_thread(strange.send, layout_of(unknown), unknown)
+    )
     with pytest.raises(WeightSyncError):
         await rig.receive(strange.order("p", 1), layout_of(unknown))
     await sending
 
     partial = GlooSender("partial")
     some = dict(list(rig.new.items())[:-2])
-    sending = asyncio.create_task(asyncio.to_thread(partial.send, layout_of(some), some))
+    sending = asyncio.create_task(
+        asyncio.to_thread(partial.send, layout_of(some), some)
+    )
     with pytest.raises(WeightSyncError, match="left out"):
         await rig.receive(partial.order("p", 1), layout_of(some))
     await sending
@@ -377,11 +407,15 @@ async def test_a_failed_transfer_can_be_followed_by_a_good_one(rig) -> None:
 
 
 @pytest.mark.long
-async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch) -> None:
+async def test_an_engine_whose_processes_stand_still_is_noticed(
+    rig, monkeypatch
+) -> None:
     await rig.publish(rig.old, 0)
     monkeypatch.setattr(engine, "SILENCE_LIMIT_S", 1.0)
     before = rig.engine.requests.use().generated_tokens
-    replies = [asyncio.create_task(rig.generate("stopped", num_tokens=200, sampling=ENDLESS))]
+    replies = [
+        asyncio.create_task(rig.generate("stopped", num_tokens=200, sampling=ENDLESS))
+    ]
     # The engine told of its steps until now, so it is not silent yet.
     watching = asyncio.create_task(rig.engine.watch())
     await until_generated(rig.engine, before + 16, replies)
@@ -389,7 +423,9 @@ async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch
         process.suspend()
     try:
         async with asyncio.timeout(LIMIT_S):
-            with pytest.raises(EngineDied, match="made no step for 1 s, with 1 open requests"):
+            with pytest.raises(
+                EngineDied, match="made no step for 1 s, with 1 open requests"
+            ):
                 await watching
     finally:
         for process in rig.engine._processes:
@@ -399,7 +435,9 @@ async def test_an_engine_whose_processes_stand_still_is_noticed(rig, monkeypatch
 
 @pytest.mark.long
 @pytest.mark.parametrize("is_killed", [False, True], ids=["closed", "killed"])
-async def test_whoever_ends_an_engine_removes_its_files(is_killed, tmp_path, monkeypatch):
+async def test_whoever_ends_an_engine_removes_its_files(
+    is_killed, tmp_path, monkeypatch
+):
     # A short path: those of sockets have a limit.
     temporary = Path(tempfile.mkdtemp(prefix="t"))
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
@@ -409,6 +447,10 @@ async def test_whoever_ends_an_engine_removes_its_files(is_killed, tmp_path, mon
         assert Path(store_url(folder).removeprefix("file://")).exists()
         for process in rig.engine._processes if is_killed else ():
             process.kill()
-    leftovers = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    leftovers = [
+        path
+        for path in temporary.iterdir()
+        if not path.name.startswith("torchinductor_")
+    ]
     shutil.rmtree(temporary)
     assert leftovers == []

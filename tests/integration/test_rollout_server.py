@@ -42,7 +42,9 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-async def start(settings: Path, address: str, *options: str) -> asyncio.subprocess.Process:
+async def start(
+    settings: Path, address: str, *options: str
+) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -65,17 +67,23 @@ async def fleet() -> AsyncIterator[FakeFleet]:
         yield fleet
 
 
-async def publish(connection: Connection, weights: dict, step: int) -> weights_pb2.Probe:
+async def publish(
+    connection: Connection, weights: dict, step: int
+) -> weights_pb2.Probe:
     """A whole publish with a probe, as the learner does it; returns what the server answered."""
     layout = layout_of(weights)
     sender = GlooSender(f"communicator-{step}")
     version = version_to_pb(PolicyVersion(0, step))
-    connection.send(prepare=fleet_pb2.PreparePublish(publish_id=f"p{step}", version=version))
+    connection.send(
+        prepare=fleet_pb2.PreparePublish(publish_id=f"p{step}", version=version)
+    )
     await connection.publish_phase(f"p{step}", fleet_pb2.PUBLISH_PHASE_READY)
     sending = asyncio.create_task(asyncio.to_thread(sender.send, layout, weights))
     order = sender.order(f"p{step}", step)
     order.new_communicator = True
-    connection.send(receive=fleet_pb2.ReceiveWeights(order=order, layout=layout, first_rank=1))
+    connection.send(
+        receive=fleet_pb2.ReceiveWeights(order=order, layout=layout, first_rank=1)
+    )
     loaded = await connection.publish_phase(f"p{step}", fleet_pb2.PUBLISH_PHASE_LOADED)
     assert list(loaded.bucket_digests) == await sending
     tokens = np.asarray([1, 4, 5, 3, 9, 1, 30, 31], dtype=np.uint32)
@@ -88,9 +96,13 @@ async def publish(connection: Connection, weights: dict, step: int) -> weights_p
             bucket_digests=loaded.bucket_digests,
         )
     )
-    serving = await connection.publish_phase(f"p{step}", fleet_pb2.PUBLISH_PHASE_SERVING)
+    serving = await connection.publish_phase(
+        f"p{step}", fleet_pb2.PUBLISH_PHASE_SERVING
+    )
     assert len(unpack_logprobs(serving.probe_logprobs)) == 6
-    connection.send(probe_verdict=fleet_pb2.ProbeVerdict(publish_id=f"p{step}", passed=True))
+    connection.send(
+        probe_verdict=fleet_pb2.ProbeVerdict(publish_id=f"p{step}", passed=True)
+    )
     return serving
 
 
@@ -137,12 +149,18 @@ async def test_the_program_serves_a_group_and_drains(settings, fleet, monkeypatc
             server.kill()
     assert list((settings.parent / "test" / "logs").glob("*-environment-echo-0.log"))
     # Neither its own files nor vLLM's are left, but for what torch keeps for later programs.
-    leftovers = [path for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
+    leftovers = [
+        path
+        for path in temporary.iterdir()
+        if not path.name.startswith("torchinductor_")
+    ]
     shutil.rmtree(temporary)
     assert leftovers == []
 
 
-async def test_nothing_outlives_a_killed_launcher(settings: Path, fleet: FakeFleet) -> None:
+async def test_nothing_outlives_a_killed_launcher(
+    settings: Path, fleet: FakeFleet
+) -> None:
     arguments = [
         sys.executable,
         "-m",

@@ -86,7 +86,12 @@ async def test_agents_of_every_kind_train_the_model_with_every_default(
     assert summary["steps"] == 16
     assert summary["ledger"]["failed"] == 0
     trajectories = trained_trajectories(tmp_path / "run")
-    assert {t.environment for t in trajectories} == {"smallest", "plainly", "program", "served"}
+    assert {t.environment for t in trajectories} == {
+        "smallest",
+        "plainly",
+        "program",
+        "served",
+    }
     # The second call of an episode continues the tokens of the first one.
     twice = [t for t in trajectories if t.metrics.get("attempts") == 2.0]
     assert twice

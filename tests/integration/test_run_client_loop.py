@@ -9,7 +9,9 @@ TAUGHT = [9, 12, 10, 14, 11, 13]
 
 
 @pytest.mark.long
-async def test_a_client_teaches_the_model_a_reply_and_samples_it(tmp_path, tiny_model) -> None:
+async def test_a_client_teaches_the_model_a_reply_and_samples_it(
+    tmp_path, tiny_model
+) -> None:
     async with tinker(tmp_path, tiny_model) as (client, _):
         assert "model_id" in await client.begin()
         session = await client.publish()
@@ -20,7 +22,11 @@ async def test_a_client_teaches_the_model_a_reply_and_samples_it(tmp_path, tiny_
         for tokens, _, _ in sampled_replies:
             conversation = [*PROMPT, *tokens]
             data.append(
-                (conversation[:-1], conversation[1:], {"weights": [0.0] * (len(conversation) - 1)})
+                (
+                    conversation[:-1],
+                    conversation[1:],
+                    {"weights": [0.0] * (len(conversation) - 1)},
+                )
             )
         forward = client.passed(data, "cross_entropy", forward_only=True)
         ours = logprobs_of(await client.result(await client.send(forward)))
@@ -29,7 +35,9 @@ async def test_a_client_teaches_the_model_a_reply_and_samples_it(tmp_path, tiny_
         losses = []
         for _ in range(30):
             passed = await client.send(client.passed([taught(TAUGHT)], "cross_entropy"))
-            assert (await client.step(learning_rate=0.01))["metrics"]["learning_rate"] == 0.01
+            assert (await client.step(learning_rate=0.01))["metrics"][
+                "learning_rate"
+            ] == 0.01
             losses.append(metrics_of(await client.result(passed))["loss:sum"])
         assert losses[-1] < 0.2 * losses[0]
         assert await newest_reply(client) == TAUGHT
@@ -39,7 +47,9 @@ async def test_a_client_teaches_the_model_a_reply_and_samples_it(tmp_path, tiny_
         for _ in range(2):
             passed = await client.send(client.passed([taught(TAUGHT)], "cross_entropy"))
             await client.step(learning_rate=0.01)
-            passed = await client.send(client.passed([taught(TAUGHT, 0.5)], "cross_entropy"))
+            passed = await client.send(
+                client.passed([taught(TAUGHT, 0.5)], "cross_entropy")
+            )
             await client.step(learning_rate=0.01)
             again.append(logprobs_of(await client.result(passed)))
             await client.begin_from(saved["path"])

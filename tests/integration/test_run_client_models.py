@@ -40,7 +40,9 @@ class Seen:
 
     async def train(self) -> None:
         for _ in range(STEPS):
-            passed = await self.client.send(self.client.passed([self._datum], "cross_entropy"))
+            passed = await self.client.send(
+                self.client.passed([self._datum], "cross_entropy")
+            )
             assert "error" not in await self.client.step(learning_rate=0.03)
             self.logprobs += logprobs_of(await self.client.result(passed))
 
@@ -68,7 +70,9 @@ async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(
             if phase:
                 least_steps = phase * STEPS
                 await until(
-                    lambda most=least_steps: any(len(looper.logprobs) > most for looper in both)
+                    lambda most=least_steps: any(
+                        len(looper.logprobs) > most for looper in both
+                    )
                 )
                 (process,) = run.find(CONTROLLER if phase == 2 else f"{TRAINER} ")
                 kill(process)
@@ -80,7 +84,9 @@ async def test_two_models_that_are_killed_twice_are_those_of_runs_alone(
     assert summary["steps"] == 2 * (1 + PHASES * (STEPS + 1))
     check_replay(tmp_path / "both" / "own", cwd=tmp_path)
     export = succeed("export", tmp_path / "both" / "own", cwd=tmp_path, limit_s=200)
-    assert "left out: unused: this checkpoint has no rank" in export.stdout + export.stderr
+    assert (
+        "left out: unused: this checkpoint has no rank" in export.stdout + export.stderr
+    )
     places = 'lora.adapters=["a"]'
     async with tinker(tmp_path / "alone", model, *settings, places) as (client, _):
         for name, seen in zip(CLIENTS, both, strict=True):

@@ -29,7 +29,9 @@ SETTINGS = (
 def check_stock_vllm(model: Path) -> None:
     """vLLM drafts with an exported layer what the learner's computes; replies are the model's."""
     program = [sys.executable, stock_drafts.__file__, model, model / "draft", TOKENS]
-    done = subprocess.run([*map(str, program)], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*map(str, program)], capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     parsed = json.loads(done.stdout.splitlines()[-1])
     assert parsed["alone"] == parsed["drafted"]
@@ -39,7 +41,9 @@ def check_stock_vllm(model: Path) -> None:
     counts: list[int] = []
     for prompt, reply in zip(stock_drafts.PROMPTS, parsed["drafted"], strict=True):
         tokens = [*prompt, *reply]
-        counts += kept_counts(policy, shape, layer, tokens, first=len(prompt), num_tokens=TOKENS)
+        counts += kept_counts(
+            policy, shape, layer, tokens, first=len(prompt), num_tokens=TOKENS
+        )
     # Drafts at a reply's end may reach beyond it.
     at_the_end = (TOKENS + 1) * len(stock_drafts.PROMPTS)
     assert sum(counts) > 0
@@ -47,13 +51,17 @@ def check_stock_vllm(model: Path) -> None:
     assert 0 <= parsed["draft"] - TOKENS * len(counts) <= 2 * at_the_end
 
 
-def test_a_resumed_run_goes_on_with_the_layer_that_it_had(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_resumed_run_goes_on_with_the_layer_that_it_had(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     summary, _ = run_smallest(tmp_path, tiny_model, *SETTINGS, "run.steps=3")
     assert summary["probe_gap_max"] < 1e-3
     again, rows = run_smallest(tmp_path, tiny_model, *SETTINGS, "run.steps=5")
     assert (again["steps"], again["ledger"]["lost"]) == (5, 0)
     assert again["logprob_gap_mean"] < 1e-4
-    assert all({"draft_loss_1", "draft_loss_2", "drafts_s"} <= row.keys() for row in rows)
+    assert all(
+        {"draft_loss_1", "draft_loss_2", "drafts_s"} <= row.keys() for row in rows
+    )
     assert all(row["draft_refused_updates"] == 0 for row in rows)
     run = tmp_path / "smallest"
     # An export checks what it loads by the digest of all published weights.
@@ -64,7 +72,9 @@ def test_a_resumed_run_goes_on_with_the_layer_that_it_had(tmp_path: Path, tiny_m
     for name in ("model.safetensors", "draft/model.safetensors", "draft/config.json"):
         assert (exported / name).read_bytes() == (final / name).read_bytes()
     succeed("export", run, "--step", 4, "--out", older, limit_s=200)
-    first, last = (load_file(folder / "draft" / "model.safetensors") for folder in (older, final))
+    first, last = (
+        load_file(folder / "draft" / "model.safetensors") for folder in (older, final)
+    )
     assert all(not torch.equal(first[name], last[name]) for name in last)
     check_stock_vllm(exported)
     # The digests are those of all published weights, the layer's among them.
@@ -72,5 +82,7 @@ def test_a_resumed_run_goes_on_with_the_layer_that_it_had(tmp_path: Path, tiny_m
     # A further run begins with the layer, which such a rate leaves as it is.
     overrides = ("drafts.learning_rate=1e-30", "run.name=further", "run.steps=1")
     run_smallest(tmp_path, exported, *SETTINGS[:2], *overrides)
-    further = load_file(tmp_path / "further" / "checkpoints" / "final" / "draft/model.safetensors")
+    further = load_file(
+        tmp_path / "further" / "checkpoints" / "final" / "draft/model.safetensors"
+    )
     assert all(torch.equal(further[name], last[name]) for name in last)

@@ -131,7 +131,11 @@ async def test_a_run_that_was_stopped_is_shown_as_stopped(tmp_path):
 
     summary = await play(config, during=stop)
     assert states == ["stopped"]
-    assert (summary["code"], summary["state"], summary["cause"]) == (0, "stopped", "enough")
+    assert (summary["code"], summary["state"], summary["cause"]) == (
+        0,
+        "stopped",
+        "enough",
+    )
     assert 2 <= summary["steps"] < 100_000
 
 
@@ -162,7 +166,9 @@ async def test_a_step_longer_than_the_limit_of_a_stall_is_one_only_when_the_trai
         assert (summary["code"], summary["steps"]) == (0, 2)
     else:
         assert summary["code"] == 1
-        assert summary["cause"].endswith("while waiting for the trainer to make version 1")
+        assert summary["cause"].endswith(
+            "while waiting for the trainer to make version 1"
+        )
 
 
 async def test_a_short_limit_of_the_trainer_is_no_limit_of_its_idle_calls(tmp_path):

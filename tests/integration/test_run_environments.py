@@ -41,7 +41,9 @@ def by_name(status: RunStatus) -> dict[str, EnvironmentStatus]:
 
 
 def rewards_by_step(run: Path) -> list[float]:
-    return [row["reward_mean"] for row in run_processes.rows_of(run) if "reward_mean" in row]
+    return [
+        row["reward_mean"] for row in run_processes.rows_of(run) if "reward_mean" in row
+    ]
 
 
 @pytest.mark.timeout(700)
@@ -50,7 +52,11 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
     tmp_path: Path, tiny_model: Path, kind: str
 ) -> None:
     bad = set(range(0, 24, 4))
-    entry = {"name": "sabotaged", "reference": f"user_environments:{kind}", "timeout_s": 3.0}
+    entry = {
+        "name": "sabotaged",
+        "reference": f"user_environments:{kind}",
+        "timeout_s": 3.0,
+    }
     run_processes.write_config(
         run_processes.copy_environments(tmp_path),
         tiny_model,
@@ -61,7 +67,9 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
         rollout_server__environment_processes=50,
         **SIZES | {"rollout_server__max_episodes": 64},
     )
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         assert await run.wait(SABOTAGE_LIMIT_S) == 0, run.out + run.err
     summary = run_processes.checked(tmp_path / "run")
     assert summary["steps"] == SABOTAGE_STEPS
@@ -72,16 +80,22 @@ async def test_tasks_that_break_in_every_way_are_set_aside_and_all_others_are_le
     causes = [set_aside[task] for task in sorted(bad)]
     for cause, expected in zip(causes, SABOTAGE, strict=True):
         assert expected in cause
-    assert {t.task_index for t in run_processes.trained_trajectories(tmp_path / "run")} == set(
-        range(25)
-    ) - bad
+    assert {
+        t.task_index for t in run_processes.trained_trajectories(tmp_path / "run")
+    } == set(range(25)) - bad
     rewards = rewards_by_step(tmp_path / "run")
     assert fmean(rewards[-3:]) > 2 * fmean(rewards[:3]), rewards
 
 
-async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp_path, tiny_model):
+async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(
+    tmp_path, tiny_model
+):
     folder = run_processes.copy_environments(tmp_path)
-    environment = {"name": "configured", "reference": "user_environments:Repeat", "timeout_s": 5.0}
+    environment = {
+        "name": "configured",
+        "reference": "user_environments:Repeat",
+        "timeout_s": 5.0,
+    }
     other = tmp_path / "other"
     config = run_processes.write_config(
         folder,
@@ -106,7 +120,9 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
             other.mkdir()
             (folder / "user_environments.py").rename(other / "their_environments.py")
             submit = ("submit", "their_environments:Repeat", "--name", "submitted")
-            code, out, err = await ask(*submit, "--args", '{"num_letters": 4}', cwd=other)
+            code, out, err = await ask(
+                *submit, "--args", '{"num_letters": 4}', cwd=other
+            )
             assert (code, err) == (0, "")
             ready, sent = out.splitlines()
             assert ready == "environment submitted is ready: 4 tasks"
@@ -118,8 +134,17 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
                 submit: "has an environment submitted already",
                 ("submit", "their_environments:Unmade"): "there is no dataset",
                 ("submit", "no_such_module:E"): "no module 'no_such_module'",
-                ("submit", "nonsense"): "a reference is package.module:Class, got 'nonsense'",
-                (*submit[:2], "--name", "x", "--weight", "0"): "weight must be between 1e-06",
+                (
+                    "submit",
+                    "nonsense",
+                ): "a reference is package.module:Class, got 'nonsense'",
+                (
+                    *submit[:2],
+                    "--name",
+                    "x",
+                    "--weight",
+                    "0",
+                ): "weight must be between 1e-06",
             }
             for arguments, cause in refused.items():
                 code, out, err = await ask(*arguments, cwd=other)
@@ -127,7 +152,9 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
                 assert len(err.splitlines()) == 1
                 assert cause in err
 
-            serving = asyncio.create_task(client.serve(Repeat(5), name="served", episodes=24))
+            serving = asyncio.create_task(
+                client.serve(Repeat(5), name="served", episodes=24)
+            )
             await run_processes.until_status(
                 client,
                 lambda status: (
@@ -142,7 +169,9 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
             )
             code, out, err = await ask("status", "--json")
             assert (code, err) == (0, "")
-            entries = {entry["name"]: entry for entry in json.loads(out)["environments"]}
+            entries = {
+                entry["name"]: entry for entry in json.loads(out)["environments"]
+            }
             assert set(entries) == {"configured", "submitted", "served"}
             assert [entry["num_tasks"] for entry in entries.values()] == [6, 4, 5]
             code, out, err = await ask("status")
@@ -155,10 +184,15 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
             until_status = await run_processes.until_status(
                 client, lambda status: by_name(status)["served"].state == "suspended"
             )
-            assert by_name(until_status)["served"].cause == "the client that served it left"
+            assert (
+                by_name(until_status)["served"].cause
+                == "the client that served it left"
+            )
             await run_processes.until_step(client, until_status.step + 3)
 
-            serving = asyncio.create_task(client.serve(Repeat(5), name="served", episodes=24))
+            serving = asyncio.create_task(
+                client.serve(Repeat(5), name="served", episodes=24)
+            )
             await run_processes.until_status(
                 client,
                 lambda status: (
@@ -174,5 +208,7 @@ async def test_an_environment_comes_in_by_config_by_submit_and_from_a_client(tmp
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
     summary = run_processes.checked(tmp_path / "run")
     assert summary["max_lag_seen"] <= 2
-    trained = {t.environment for t in run_processes.trained_trajectories(tmp_path / "run")}
+    trained = {
+        t.environment for t in run_processes.trained_trajectories(tmp_path / "run")
+    }
     assert trained == {"configured", "submitted", "served"}

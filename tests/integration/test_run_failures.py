@@ -27,7 +27,11 @@ RESUME = f"resume it with: {sys.executable} -m slipstream.client.cli run config.
 
 def write_slow_run(folder: Path, model: Path, **changes: object) -> Path:
     """A run whose episodes are open long enough to be killed."""
-    slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 0.5}}
+    slow = {
+        "name": "slow",
+        "reference": "user_environments:Slow",
+        "args": {"step_s": 0.5},
+    }
     settings = {
         "run__steps": 10_000,
         "environments": [slow],
@@ -46,12 +50,16 @@ async def until_in_flight(client: Client, tokens: int) -> None:
     await run_processes.until_status(client, lambda run: run.ledger.in_flight > tokens)
 
 
-async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(tmp_path, tiny_model):
+async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(
+    tmp_path, tiny_model
+):
     hold = tmp_path / "hold"
     args = {"step_s": 0.5, "hold": str(hold)}
     slow = {"name": "slow", "reference": "user_environments:Slow", "args": args}
     config = write_slow_run(tmp_path, tiny_model, run__steps=12, environments=[slow])
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         async with run_processes.connection(config, run) as client:
             await run_processes.until_step(client, 4)
             (server,) = run.find(run_processes.ROLLOUT_SERVER)
@@ -82,14 +90,20 @@ async def test_a_killed_rollout_server_is_started_again_and_the_run_finishes(tmp
     assert summary["steps"] == 12
     assert summary["max_lag_seen"] <= 2
     assert run.err == ""
-    assert re.search(r"! server-0 was killed by SIGKILL.*; start 2$", run.out, re.MULTILINE)
+    assert re.search(
+        r"! server-0 was killed by SIGKILL.*; start 2$", run.out, re.MULTILINE
+    )
     assert "no rollout server is left here: server-0 loads its engine again" in run.out
     assert re.search(r"lost [1-9].*; difference 0$", run.out, re.MULTILINE)
 
 
-async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(tmp_path, tiny_model):
+async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(
+    tmp_path, tiny_model
+):
     config = write_slow_run(tmp_path, tiny_model, learner__world_size=2)
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         async with run_processes.connection(config, run) as client:
             await run_processes.until_step(client, 2)
         everything = run_processes.descendants(run.process.pid)
@@ -108,10 +122,14 @@ async def test_a_run_whose_rank_dies_again_and_again_ends_with_the_cause(tmp_pat
     assert run.err == f"slipstream: trainer-rank-1 was killed by SIGKILL (log: {log})\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name
+)
 async def test_a_signal_ends_the_run_in_order(number, tmp_path, tiny_model):
     config = write_slow_run(tmp_path, tiny_model)
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         async with run_processes.connection(config, run) as client:
             await run_processes.until_step(client, 2)
             await until_in_flight(client, 50)
@@ -136,7 +154,9 @@ async def test_a_sigterm_of_all_processes_that_still_start_ends_the_run_in_order
 ) -> None:
     """A scheduler sends it to each process of a job, also to those that cannot handle it yet."""
     write_slow_run(tmp_path, tiny_model)
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         await until(lambda: run.find(f"{run_processes.TRAINER} "), END_LIMIT_S)
         everything = run_processes.descendants(run.process.pid)
         for process in everything:
@@ -150,21 +170,31 @@ async def test_a_sigterm_of_all_processes_that_still_start_ends_the_run_in_order
     assert "starts again" not in run.out
 
 
-async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: Path) -> None:
+async def test_a_second_ctrl_c_ends_the_run_at_once(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     # The environment's episodes take longer than any limit of the test.
-    slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 600.0}}
+    slow = {
+        "name": "slow",
+        "reference": "user_environments:Slow",
+        "args": {"step_s": 600.0},
+    }
     config = write_slow_run(
         tmp_path,
         tiny_model,
         environments=[{**slow, "timeout_s": 900.0}],
         rollout_server__drain_timeout_s=600.0,
     )
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         async with run_processes.connection(config, run) as client:
             await until_in_flight(client, 50)
             everything = run_processes.descendants(run.process.pid)
             os.killpg(run.process.pid, signal.SIGINT)
-            await run_processes.until_event(client, lambda event: "stopping" in event.text)
+            await run_processes.until_event(
+                client, lambda event: "stopping" in event.text
+            )
         os.killpg(run.process.pid, signal.SIGINT)
         # Servers get no time for their episodes.
         assert await run.wait(END_LIMIT_S) == 128 + signal.SIGINT, run.out + run.err
@@ -173,10 +203,16 @@ async def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path, tiny_model: 
     assert run.out.endswith(f"! the run is ended at once; {RESUME}\n")
 
 
-@pytest.mark.parametrize("moment", ["before the controller listens", "before there is a trainer"])
-async def test_ctrl_c_ends_a_run_that_has_not_begun(moment: str, tmp_path: Path, tiny_model: Path):
+@pytest.mark.parametrize(
+    "moment", ["before the controller listens", "before there is a trainer"]
+)
+async def test_ctrl_c_ends_a_run_that_has_not_begun(
+    moment: str, tmp_path: Path, tiny_model: Path
+):
     config = write_slow_run(tmp_path, tiny_model)
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         if moment == "before the controller listens":
             await until(lambda: run.find(run_processes.CONTROLLER))
         else:
@@ -188,23 +224,33 @@ async def test_ctrl_c_ends_a_run_that_has_not_begun(moment: str, tmp_path: Path,
     assert run_processes.summary_of(tmp_path / "run")["steps"] == 0
 
 
-async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(tmp_path, tiny_model):
+async def test_an_engine_that_does_not_start_is_started_twice_and_no_more(
+    tmp_path, tiny_model
+):
     # A cache of one block holds no episode.
     config = write_slow_run(
         tmp_path, tiny_model, rollout_server__engine={"num_gpu_blocks_override": 1}
     )
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         assert await run.wait(RUN_LIMIT_S) == 1
     assert config.is_file()
     assert run.out.count("! server-0 exited with code 4: ") == 1
     # Once, when it comes.
-    assert re.fullmatch(r"slipstream: server-0 exited with code 4: ValueError: .*\n", run.err)
+    assert re.fullmatch(
+        r"slipstream: server-0 exited with code 4: ValueError: .*\n", run.err
+    )
     assert "the run failed" not in run.out
 
 
-async def test_nothing_outlives_a_killed_command(tmp_path: Path, tiny_model: Path) -> None:
+async def test_nothing_outlives_a_killed_command(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     config = write_slow_run(tmp_path, tiny_model)
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         async with run_processes.connection(config, run) as client:
             await run_processes.until_step(client, 1)
         everything = run_processes.descendants(run.process.pid)

@@ -47,7 +47,8 @@ def test_a_game_of_gymnasium_trains(name: str, tmp_path: Path, model: Path) -> N
         run__steps=STEPS,
         environments=[entry | {"args": args}],
         evaluations=[
-            heldout | {"args": args | other, "num_episodes": 8, "every_steps": STEPS // 2}
+            heldout
+            | {"args": args | other, "num_episodes": 8, "every_steps": STEPS // 2}
         ],
         algorithm__group_size=8,
         algorithm__groups_per_step=4,

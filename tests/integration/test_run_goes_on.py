@@ -35,9 +35,17 @@ SIZES = {
 async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 0.3}}
+    slow = {
+        "name": "slow",
+        "reference": "user_environments:Slow",
+        "args": {"step_s": 0.3},
+    }
     write_config(
-        copy_environments(tmp_path), tiny_model, run__steps=STEPS, environments=[slow], **SIZES
+        copy_environments(tmp_path),
+        tiny_model,
+        run__steps=STEPS,
+        environments=[slow],
+        **SIZES,
     )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
         await until_row(tmp_path, run, 1)
@@ -52,5 +60,9 @@ async def test_a_killed_controller_is_started_again_beside_engines_and_trainer(
     assert "! controller was killed by SIGKILL" in message
     assert message.endswith("; start 2")
     summary = checked(tmp_path / "run")
-    assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == ("finished", STEPS, 0)
+    assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == (
+        "finished",
+        STEPS,
+        0,
+    )
     check_replay(tmp_path / "run")

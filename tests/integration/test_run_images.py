@@ -23,7 +23,10 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
     table["run"] |= {"name": "run", "dir": str(tmp_path)}
     # vLLM's delta nets on a CPU know no other type.
     is_rounded = family.startswith("qwen3_5")
-    table["model"] = {"path": str(model), "dtype": "bfloat16" if is_rounded else "float32"}
+    table["model"] = {
+        "path": str(model),
+        "dtype": "bfloat16" if is_rounded else "float32",
+    }
     replays = family.endswith("_moe")
     table["algorithm"]["router_replay"] = "rollout" if replays else "off"
     table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
@@ -44,5 +47,7 @@ def test_the_colour_of_a_square_is_learned(family: str, tmp_path: Path) -> None:
         assert summary["logprob_gap_mean"] <= (0.02 if is_rounded else 1e-4)
     assert summary["probe_gap_max"] <= (0.1 if is_rounded else 1e-3)
     check_replay(tmp_path / "run", limit_s=500)
-    (exported,) = (path.parent for path in (tmp_path / "run").rglob("model.safetensors"))
+    (exported,) = (
+        path.parent for path in (tmp_path / "run").rglob("model.safetensors")
+    )
     assert image_tokens(exported) is not None

@@ -45,16 +45,22 @@ def steps_of(run: Path) -> list[dict]:
 
 def test_ppo_with_a_critic_learns(tmp_path: Path, tiny_model: Path) -> None:
     critic = {"learning_rate": 1e-3, "warmup_steps": 2}
-    summary = run_quickstart(tmp_path, tiny_model, algorithm__advantage="gae", critic=critic)
+    summary = run_quickstart(
+        tmp_path, tiny_model, algorithm__advantage="gae", critic=critic
+    )
     assert summary["reward_last"] >= 0.8
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
     rows = steps_of(tmp_path / "run")
     assert [row["learning_rate"] for row in rows[:3]] == [0.0, 0.0, 1e-3]
     # Nearly equal returns leave nothing to explain, and give a step a value without a lower bound:
     # how many such steps end a run depends on how soon it has learned.
-    explained = [row["explained_variance"] for row in rows[20:] if row["reward_std"] > 0.1]
+    explained = [
+        row["explained_variance"] for row in rows[20:] if row["reward_std"] > 0.1
+    ]
     assert statistics.median(explained) > 0.2
-    (names,) = (table for table in tables("A step in metrics.jsonl") if "value_loss" in table)
+    (names,) = (
+        table for table in tables("A step in metrics.jsonl") if "value_loss" in table
+    )
     documented = {name for name in names if name.startswith(("value_", "critic_"))}
     # A run in float16 alone has that one.
     assert documented - set(rows[0]) == {"critic_gradient_overflows"}
@@ -71,7 +77,9 @@ def test_grpo_with_a_penalty_on_the_divergence_learns_and_stays_near_the_referen
         reference={"refresh_every_steps": 20},
     )
     assert summary["reward_last"] >= 0.8
-    divergence = {row["step"]: row["kl_reference"] for row in steps_of(tmp_path / "run")}
+    divergence = {
+        row["step"]: row["kl_reference"] for row in steps_of(tmp_path / "run")
+    }
     # Every refresh makes the policy its own reference again.
     for step in range(1, 150, 20):
         assert divergence[step] == pytest.approx(0.0, abs=1e-6)

@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.rigs.run_processes import checked, copy_environments, run_command, write_config
+from support.rigs.run_processes import (
+    checked,
+    copy_environments,
+    run_command,
+    write_config,
+)
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("nothing_survives")]
 
@@ -20,7 +25,9 @@ PROCESSES = ("controller", "server-0", "trainer-rank-0")
 MAX_BYTES = 10485
 
 
-def start(folder: Path, model: Path, **changes: Any) -> subprocess.CompletedProcess[str]:
+def start(
+    folder: Path, model: Path, **changes: Any
+) -> subprocess.CompletedProcess[str]:
     copy_environments(folder)
     settings = {
         "run__steps": STEPS,

@@ -8,20 +8,33 @@ import tomli_w
 import torch
 from safetensors.torch import load_file
 from slipstream.core.machine.address import free_port
-from support.rigs.run_processes import SLOW_RUN, check_replay, checked, rows_of, succeed, summary_of
+from support.rigs.run_processes import (
+    SLOW_RUN,
+    check_replay,
+    checked,
+    rows_of,
+    succeed,
+    summary_of,
+)
 
 pytestmark = [*SLOW_RUN, pytest.mark.timeout(600)]
 CONFIG = Path(__file__).parents[2] / "deploy/configs/two-adapters.toml"
 
 
-def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(tmp_path, tiny_model):
+def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(
+    tmp_path, tiny_model
+):
     table = tomllib.loads(CONFIG.read_text())
     table["run"] |= {"name": "run", "dir": str(tmp_path), "steps": 40}
     table["model"]["path"] = str(tiny_model)
     table["controller"] = {"address": f"127.0.0.1:{free_port('127.0.0.1')}"}
     table["checkpoint"] = {"every_steps": 30}
     # Loading the second adapter once found the model's memory given away behind the first.
-    table["learner"]["offload"] = {"parameters": True, "gradients": True, "optimizer": True}
+    table["learner"]["offload"] = {
+        "parameters": True,
+        "gradients": True,
+        "optimizer": True,
+    }
     path = tmp_path / "config.toml"
     path.write_text(tomli_w.dumps(table))
     succeed("run", path, limit_s=400)
@@ -39,7 +52,8 @@ def test_two_adapters_learn_opposite_tasks_and_go_on_and_are_replayed(tmp_path, 
     assert summary["probe_gap_max"] <= 0.05
     assert summary["logprob_gap_mean"] <= 0.02
     echo, other_names = (
-        load_file(final / name / "adapter_model.safetensors") for name in ("echo", "others")
+        load_file(final / name / "adapter_model.safetensors")
+        for name in ("echo", "others")
     )
     assert echo.keys() == other_names.keys()
     assert not any(torch.equal(echo[name], other_names[name]) for name in echo)

@@ -21,8 +21,12 @@ FLOAT16 = (f"run.steps={STEPS}", "model.dtype=float16", "weights.verify_every=1"
 
 
 @plain
-def test_a_run_in_float16_agrees_says_what_overflowed_and_is_replayed(tmp_path, tiny_model):
-    summary, rows = run_smallest(tmp_path, tiny_model, *FLOAT16, "algorithm.learning_rate=1e-6")
+def test_a_run_in_float16_agrees_says_what_overflowed_and_is_replayed(
+    tmp_path, tiny_model
+):
+    summary, rows = run_smallest(
+        tmp_path, tiny_model, *FLOAT16, "algorithm.learning_rate=1e-6"
+    )
     run = tmp_path / "smallest"
     assert summary["probe_gap_max"] < TOLERANCE
     assert summary["logprob_gap_mean"] < TOLERANCE
@@ -64,7 +68,11 @@ def test_a_run_quantises_what_it_publishes_and_corrects_the_gap(tmp_path, tiny_m
         "algorithm.learning_rate=1e-5",
         "weights.verify_every=1",
     )
-    print(summary["probe_gap_max"], summary["logprob_gap_mean"], summary["logprob_gap_max"])
+    print(
+        summary["probe_gap_max"],
+        summary["logprob_gap_mean"],
+        summary["logprob_gap_max"],
+    )
     # vLLM's loader quantises each version.
     assert [row["publish_copied"] for row in rows] == 5 * [0]
     # Every token has lag 0; what is left is rounding, more than bfloat16's.
@@ -73,7 +81,9 @@ def test_a_run_quantises_what_it_publishes_and_corrects_the_gap(tmp_path, tiny_m
 
 
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 2])
-def test_no_token_of_the_same_weights_has_other_bits(tmp_path, tiny_model, max_staleness):
+def test_no_token_of_the_same_weights_has_other_bits(
+    tmp_path, tiny_model, max_staleness
+):
     summary, rows = run_smallest(
         tmp_path,
         tiny_model,
@@ -88,7 +98,11 @@ def test_no_token_of_the_same_weights_has_other_bits(tmp_path, tiny_model, max_s
 
 
 @pytest.mark.slow
-def test_without_it_nearly_all_tokens_have_other_bits(tmp_path: Path, tiny_model: Path) -> None:
-    _, rows = run_smallest(tmp_path, tiny_model, *EVERY_BIT, "algorithm.max_staleness=0")
+def test_without_it_nearly_all_tokens_have_other_bits(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    _, rows = run_smallest(
+        tmp_path, tiny_model, *EVERY_BIT, "algorithm.max_staleness=0"
+    )
     differ = sum(row["logprob_unequal_tokens"] for row in rows)
     assert differ > 0.5 * sum(row["logprob_gap_tokens"] for row in rows)

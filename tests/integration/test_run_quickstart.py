@@ -80,7 +80,12 @@ def summary(run: Path) -> dict:
 def test_the_summary_answers_what_people_ask_first(summary: dict) -> None:
     assert summary["steps"] == STEPS
     assert summary["state"] == "finished"
-    for name in ("reward_first", "reward_last", "reward_heldout", "reward_heldout_first"):
+    for name in (
+        "reward_first",
+        "reward_last",
+        "reward_heldout",
+        "reward_heldout_first",
+    ):
         assert 0 <= summary[name] <= 1
     # A server that is late on a busy machine is left out of a publish and takes the next one.
     assert summary["publishes"] >= 1
@@ -98,14 +103,18 @@ def test_the_summary_answers_what_people_ask_first(summary: dict) -> None:
     assert len(summary["weight_digest"]) == 32
 
 
-def test_every_metric_is_documented_and_every_documented_metric_is_there(run: Path) -> None:
+def test_every_metric_is_documented_and_every_documented_metric_is_there(
+    run: Path,
+) -> None:
     # The third table says what the metrics of the others must keep.
     of_each_step, of_some_steps, _ = tables("A step in metrics.jsonl")
     times, shares = tables("Why is it slow", "guides/watching.md")
     always = of_each_step + times
     sometimes = of_some_steps + shares
     rows = [row for row in rows_of(run) if "step" in row]
-    settings = {name for row in rows for name in row if name.split("/")[0] in ("echo", "repeat")}
+    settings = {
+        name for row in rows for name in row if name.split("/")[0] in ("echo", "repeat")
+    }
     assert {"echo/reward", "echo/right", "repeat/reward"} <= settings
     for row in rows:
         rest = set(row) - settings
@@ -144,17 +153,29 @@ def test_every_step_has_a_line_of_metrics(run: Path) -> None:
     rows = rows_of(run)
     steps = [row for row in rows if "step" in row]
     assert [row["step"] for row in steps] == list(range(1, STEPS + 1))
-    for name in ("loss", "reward_mean", "grad_norm", "entropy", "lag_max", "queued_tokens"):
+    for name in (
+        "loss",
+        "reward_mean",
+        "grad_norm",
+        "entropy",
+        "lag_max",
+        "queued_tokens",
+    ):
         assert all(math.isfinite(row[name]) for row in steps)
     assert all(row["ledger_difference"] == 0 for row in steps)
     evaluation_rows = [row for row in rows if "evaluation_step" in row]
     assert evaluation_rows[-1]["evaluation_step"] == STEPS
-    assert all(row["num_episodes"] == 52 and row["num_failed"] == 0 for row in evaluation_rows)
+    assert all(
+        row["num_episodes"] == 52 and row["num_failed"] == 0 for row in evaluation_rows
+    )
 
 
-def test_both_environments_are_trained_by_their_weights(run: Path, summary: dict) -> None:
+def test_both_environments_are_trained_by_their_weights(
+    run: Path, summary: dict
+) -> None:
     by_step = [
-        [trajectory.environment for trajectory in batch.trajectories] for batch in batches_of(run)
+        [trajectory.environment for trajectory in batch.trajectories]
+        for batch in batches_of(run)
     ]
     trained = [name for names in by_step for name in names]
     assert len(trained) == STEPS * GROUPS * MEMBERS
@@ -162,14 +183,17 @@ def test_both_environments_are_trained_by_their_weights(run: Path, summary: dict
     # Either may load first: all groups are its own then, also those of the steps begun ahead.
     ahead = 1 + summary["max_staleness"]
     until_echo, until_repeat = (
-        (sum(name not in names for names in by_step) + ahead) / STEPS for name in ("echo", "repeat")
+        (sum(name not in names for names in by_step) + ahead) / STEPS
+        for name in ("echo", "repeat")
     )
     share = trained.count("echo") / len(trained)
     assert 1 - max(0.3, until_echo) <= share <= max(0.8, until_repeat)
 
 
 def test_sampled_trajectories_can_be_read(run: Path) -> None:
-    lines = [json.loads(x) for x in (run / "trajectories.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(x) for x in (run / "trajectories.jsonl").read_text().splitlines()
+    ]
     assert {line["step"] for line in lines} == {1, 6}
     assert {line["environment"] for line in lines} <= {"echo", "repeat"}
     for line in lines:
@@ -182,7 +206,10 @@ def test_the_resolved_settings_are_kept(run: Path) -> None:
     config = load_config(run / "config.toml")
     assert config.run.steps == STEPS
     assert config.run_dir == run
-    assert [environment.name for environment in config.environments] == ["echo", "repeat"]
+    assert [environment.name for environment in config.environments] == [
+        "echo",
+        "repeat",
+    ]
     assert (run / "config.toml").stat().st_mode & 0o077 == 0
 
 
@@ -192,7 +219,9 @@ def of_any_stack(stderr: str) -> str:
     return "".join(line for line in lines if "nobody has proved this stack" not in line)
 
 
-def test_the_screen_shows_only_our_own_lines(result: subprocess.CompletedProcess[str], run: Path):
+def test_the_screen_shows_only_our_own_lines(
+    result: subprocess.CompletedProcess[str], run: Path
+):
     assert of_any_stack(result.stderr) == ""
     lines = result.stdout.splitlines()
     assert [line for line in lines if SHOWN.fullmatch(line) is None] == []
@@ -235,15 +264,23 @@ def test_a_finished_run_is_not_started_again(run: Path) -> None:
 def test_the_files_of_the_run_have_no_fault(run: Path) -> None:
     done = succeed("verify", run)
     assert done.stderr == ""
-    assert re.search(rf": {STEPS} steps, .* at most [12] late; faults: 0$", done.stdout.strip())
+    assert re.search(
+        rf": {STEPS} steps, .* at most [12] late; faults: 0$", done.stdout.strip()
+    )
 
 
 def test_the_run_has_written_its_page(run: Path) -> None:
     page_data = given_of(run / "page.html")
     (shown,) = page_data["runs"]
-    assert (page_data["period_s"], shown["name"], shown["state"]) == (0, "run", "finished")
+    assert (page_data["period_s"], shown["name"], shown["state"]) == (
+        0,
+        "run",
+        "finished",
+    )
     # A step whose groups are all of the other environment has no point.
-    points = [(row["step"], row["echo/right"]) for row in rows_of(run) if "echo/right" in row]
+    points = [
+        (row["step"], row["echo/right"]) for row in rows_of(run) if "echo/right" in row
+    ]
     assert shown["curves"]["echo/right"] == [
         [step, pytest.approx(v, rel=1e-4)] for step, v in points
     ]
@@ -258,7 +295,9 @@ def test_a_replay_elsewhere_reaches_every_recorded_digest_up_to_a_step(
     recorded = [r["digest"] for r in records_of(run, "step")]
     assert len(recorded) == STEPS
     assert recorded[-1] == summary["weight_digest"]
-    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints", "logs"))
+    shutil.copytree(
+        run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints", "logs")
+    )
     shutil.copytree(tiny_model, tmp_path / "copy")
     succeed("verify", "run", cwd=tmp_path)
     arguments = ["run", "--to", STEPS - 1, "model.path=copy"]

@@ -18,7 +18,9 @@ async def test_killed_processes_cost_no_reply_that_a_program_has_read(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     sizes = {"turns": TURNS, "steps": STEPS, "groups": GROUPS, "limit_s": RUN_LIMIT_S}
-    quiet = await play(tmp_path / "quiet", tiny_model, every_s=None, recover=False, **sizes)
+    quiet = await play(
+        tmp_path / "quiet", tiny_model, every_s=None, recover=False, **sizes
+    )
     harmed = await play(
         tmp_path / "harmed",
         tiny_model,

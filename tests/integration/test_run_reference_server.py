@@ -43,10 +43,14 @@ def test_a_student_comes_near_to_a_teacher_behind_a_server_and_is_trained_again_
     run_processes.checked(run)
     losses = [row["loss"] for row in run_processes.rows_of(run) if "step" in row]
     assert statistics.mean(losses[-5:]) < 0.5 * losses[0]
-    divergence = [row["kl_reference"] for row in run_processes.rows_of(run) if "step" in row]
+    divergence = [
+        row["kl_reference"] for row in run_processes.rows_of(run) if "step" in row
+    ]
     assert statistics.mean(divergence[-5:]) < 0.5 * divergence[0]
     batches = sorted((run / "journal" / "batches").glob("*.pb"))
     recorded = trainer_pb2.RecordedBatch.FromString(batches[0].read_bytes())
-    assert {trajectory.reference.top_k for trajectory in recorded.trajectories} == {TOP_K}
+    assert {trajectory.reference.top_k for trajectory in recorded.trajectories} == {
+        TOP_K
+    }
     # The server is gone: the journal has what it said.
     run_processes.check_replay(run)

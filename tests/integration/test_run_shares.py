@@ -31,7 +31,11 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
     folder = copy_environments(tmp_path)
     quick = {"reference": "user_environments:Repeat", "timeout_s": 10.0}
     # A reply takes some ten times as long as one of the other.
-    slow = {"reference": "user_environments:Slow", "args": {"step_s": 1.0}, "timeout_s": 60.0}
+    slow = {
+        "reference": "user_environments:Slow",
+        "args": {"step_s": 1.0},
+        "timeout_s": 60.0,
+    }
     write_config(
         folder,
         tiny_model,
@@ -57,16 +61,22 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
     run_folder = tmp_path / "run"
     summary = checked(run_folder)
     assert (summary["state"], summary["steps"]) == ("finished", STEPS)
-    environments = {r["group"]: r["environment"] for r in records_of(run_folder, "lease")}
+    environments = {
+        r["group"]: r["environment"] for r in records_of(run_folder, "lease")
+    }
     batches = records_of(run_folder, "batch")
     sizes = {r["group"]: len(r["members"]) for r in records_of(run_folder, "lease")}
     assert {(environments[group], size) for group, size in sizes.items()} == {
         ("quick", 4),
         ("slow", 2),
     }
-    shares = [Counter(environments[group] for group in record["groups"]) for record in batches]
+    shares = [
+        Counter(environments[group] for group in record["groups"]) for record in batches
+    ]
     assert shares == [{"quick": GROUPS // 2, "slow": GROUPS // 2}] * STEPS
-    assert all(abs(seats) <= 0.5 for record in batches for seats in record["owed"].values())
+    assert all(
+        abs(seats) <= 0.5 for record in batches for seats in record["owed"].values()
+    )
     # Engine and learner divide by the same temperatures: before any lag their values are equal.
     first = rows_of(run_folder)[0]
     assert first["importance_weight_mean"] == pytest.approx(1.0, abs=1e-4)

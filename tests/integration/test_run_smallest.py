@@ -15,7 +15,9 @@ ARITHMETIC = "deploy.environments.arithmetic:Arithmetic"
 
 
 @pytest.mark.long
-def test_a_run_chooses_all_but_model_environment_and_steps(tmp_path, tiny_model, monkeypatch):
+def test_a_run_chooses_all_but_model_environment_and_steps(
+    tmp_path, tiny_model, monkeypatch
+):
     # A user's shell does not set it; `make test` does.
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     settings = own_settings(tmp_path, tiny_model)
@@ -33,7 +35,9 @@ def test_a_run_chooses_all_but_model_environment_and_steps(tmp_path, tiny_model,
 @pytest.mark.slow
 @pytest.mark.skipif(uses_gpus(), reason="GPUs compile by default")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
-def test_an_engine_on_a_cpu_compiles_where_it_is_asked_for(tmp_path, tiny_model, monkeypatch):
+def test_an_engine_on_a_cpu_compiles_where_it_is_asked_for(
+    tmp_path, tiny_model, monkeypatch
+):
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     compiled = ("rollout_server.enforce_eager=false", "model.dtype=float32")
     # A probe of every publish: what was compiled computes with the new weights.

@@ -22,7 +22,9 @@ EVERY_STEPS = 3
 LIMIT_S = 600.0
 
 
-async def test_the_factor_of_the_engine_is_1_at_every_lag(tmp_path: Path, tiny_model: Path) -> None:
+async def test_the_factor_of_the_engine_is_1_at_every_lag(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     write_config(
         tmp_path,
         tiny_model,
@@ -30,7 +32,10 @@ async def test_the_factor_of_the_engine_is_1_at_every_lag(tmp_path: Path, tiny_m
         evaluations=[],
         algorithm__max_staleness=4,
         algorithm__weight="split",
-        algorithm__weight_args={"engine_token_band": [0.99, 1.01], "staleness_cap": 3.0},
+        algorithm__weight_args={
+            "engine_token_band": [0.99, 1.01],
+            "staleness_cap": 3.0,
+        },
         checkpoint__every_steps=EVERY_STEPS,
     )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
@@ -49,7 +54,9 @@ async def test_the_factor_of_the_engine_is_1_at_every_lag(tmp_path: Path, tiny_m
         # Both are float32, and add up the same numbers in another order.
         assert row["engine_gap_max"] < 5e-6
         assert row["engine_gap_mean"] < 1e-6
-        assert row["engine_masked_token_fraction"] == row["retrained_version_tokens"] == 0
+        assert (
+            row["engine_masked_token_fraction"] == row["retrained_version_tokens"] == 0
+        )
         if row["lag_mean"]:
             assert row["staleness_gap_mean"] > 1e-3
     check_replay(folder, cwd=tmp_path)

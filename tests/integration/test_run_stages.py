@@ -26,7 +26,9 @@ def check_proofs(summary: dict) -> None:
     assert summary["logprob_gap_max"] <= 1e-4
 
 
-def test_a_run_with_two_stages_trains_what_it_generated(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_run_with_two_stages_trains_what_it_generated(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     summary, _ = run_smallest(tmp_path, tiny_model, STAGES, *PROVED)
     check_proofs(summary)
 
@@ -35,7 +37,9 @@ def test_a_run_with_two_stages_trains_what_it_generated(tmp_path: Path, tiny_mod
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(("rollout_server.tensor_parallel_size=2",), id="two workers a stage"),
+        pytest.param(
+            ("rollout_server.tensor_parallel_size=2",), id="two workers a stage"
+        ),
         pytest.param(
             ("lora.rank=4", "lora.alpha=8", "lora.publish=adapters"),
             id="adapters",
@@ -43,15 +47,23 @@ def test_a_run_with_two_stages_trains_what_it_generated(tmp_path: Path, tiny_mod
     ],
 )
 def test_stages_go_together_with(settings: tuple[str, ...], tmp_path: Path) -> None:
-    model = make_model_folder(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2)
+    model = make_model_folder(
+        tmp_path / "model", num_attention_heads=4, num_key_value_heads=2
+    )
     summary, _ = run_smallest(tmp_path, model, STAGES, *PROVED, *settings)
     check_proofs(summary)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(700)
-async def test_a_run_survives_the_end_of_a_stage(tmp_path: Path, tiny_model: Path) -> None:
-    slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 0.5}}
+async def test_a_run_survives_the_end_of_a_stage(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    slow = {
+        "name": "slow",
+        "reference": "user_environments:Slow",
+        "args": {"step_s": 0.5},
+    }
     config = run_processes.write_config(
         run_processes.copy_environments(tmp_path),
         tiny_model,
@@ -62,7 +74,9 @@ async def test_a_run_survives_the_end_of_a_stage(tmp_path: Path, tiny_model: Pat
         algorithm__groups_per_step=8,
         rollout_server__pipeline_parallel_size=2,
     )
-    async with run_processes.command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
+    async with run_processes.command(
+        tmp_path, "run", "config.toml", cwd=tmp_path
+    ) as run:
         async with run_processes.connection(config, run) as client:
             await run_processes.until_step(client, 2)
             (server,) = run.find(run_processes.ROLLOUT_SERVER)

@@ -55,11 +55,21 @@ def impatient() -> Iterator[Forks]:
 async def test_a_run_whose_controller_and_trainer_stood_still_goes_on_without_a_fault(
     tmp_path: Path, tiny_model: Path, impatient: Forks
 ) -> None:
-    slow = {"name": "slow", "reference": "user_environments:Slow", "args": {"step_s": 0.3}}
+    slow = {
+        "name": "slow",
+        "reference": "user_environments:Slow",
+        "args": {"step_s": 0.3},
+    }
     write_config(
-        copy_environments(tmp_path), tiny_model, run__steps=STEPS, environments=[slow], **SIZES
+        copy_environments(tmp_path),
+        tiny_model,
+        run__steps=STEPS,
+        environments=[slow],
+        **SIZES,
     )
-    async with command(tmp_path, "run", "config.toml", cwd=tmp_path, forks=impatient) as run:
+    async with command(
+        tmp_path, "run", "config.toml", cwd=tmp_path, forks=impatient
+    ) as run:
         await until_row(tmp_path, run, 1)
         (controller,) = run.find(CONTROLLER)
         (trainer,) = run.find(f"{TRAINER} ")
@@ -71,9 +81,16 @@ async def test_a_run_whose_controller_and_trainer_stood_still_goes_on_without_a_
         assert await chaos.stop(trainer, CALL_TIMEOUT_S + 1.0)
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
     assert run.err == ""
-    assert f"! the controller has given no answer for {SILENT_LIMIT_S:g} s: it is ended" in run.out
+    assert (
+        f"! the controller has given no answer for {SILENT_LIMIT_S:g} s: it is ended"
+        in run.out
+    )
     (restart,) = (line for line in run.out.splitlines() if "; start " in line)
     assert "! controller was killed by SIGKILL" in restart
     summary = checked(tmp_path / "run")
-    assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == ("finished", STEPS, 0)
+    assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == (
+        "finished",
+        STEPS,
+        0,
+    )
     check_replay(tmp_path / "run")

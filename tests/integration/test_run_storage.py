@@ -27,7 +27,13 @@ def test_a_run_whose_server_reads_a_folder(tmp_path: Path, tiny_model: Path) -> 
     )
     summary = checked(tmp_path / "smallest")
     rows = rows_of(tmp_path / "smallest")
-    print({k: v for k, v in summary.items() if "stored" in k or "fetch" in k or "publish" in k})
+    print(
+        {
+            k: v
+            for k, v in summary.items()
+            if "stored" in k or "fetch" in k or "publish" in k
+        }
+    )
     print(rows[-1])
     assert summary["publishes"] == 0
     assert summary["versions_stored"] >= 2

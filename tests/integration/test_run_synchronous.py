@@ -46,10 +46,16 @@ def test_passwords_of_the_queue_stand_in_their_own_files_alone(run: Path) -> Non
         "valkey.rollout.password",
     }
     passwords = [file.read_bytes() for file in files]
-    other_files = [path for path in run.rglob("*") if path.is_file() and path not in files]
+    other_files = [
+        path for path in run.rglob("*") if path.is_file() and path not in files
+    ]
     assert run / "config.toml" in other_files
     assert run / "logs" / "server-0.log" in other_files
-    leaks = [path for path in other_files if any(word in path.read_bytes() for word in passwords)]
+    leaks = [
+        path
+        for path in other_files
+        if any(word in path.read_bytes() for word in passwords)
+    ]
     assert not leaks
 
 
@@ -59,7 +65,9 @@ def test_each_batch_holds_the_groups_that_were_leased_for_it(run, batches):
     for step, batch in enumerate(batches):
         expected = leased[step * GROUPS : (step + 1) * GROUPS]
         members = [(t.group_id, t.member) for t in batch.trajectories]
-        assert members == [(group, member) for group in expected for member in range(MEMBERS)]
+        assert members == [
+            (group, member) for group in expected for member in range(MEMBERS)
+        ]
 
 
 def test_every_token_is_sampled_by_the_version_that_is_trained(run, batches):
@@ -80,7 +88,9 @@ def test_a_plain_loop_over_the_same_generations_gives_the_same_run(run, batches)
     rows = run_processes.rows_of(run)
     for step, line in enumerate(plain):
         members = [name.split(".")[:2] for name in line["ids"]]
-        assert members == [[t.group_id, str(t.member)] for t in batches[step].trajectories]
+        assert members == [
+            [t.group_id, str(t.member)] for t in batches[step].trajectories
+        ]
         for name in ("loss", "grad_norm", "entropy", "kl", "logprob_gap_mean"):
             assert line["metrics"][name] == rows[step][name], name
         rewards = [t.reward for t in batches[step].trajectories]

@@ -54,7 +54,10 @@ async def test_tasks_are_drawn_by_results_and_environments_begin_by_turns(
         algorithm__group_size=4,
         algorithm__groups_per_step=GROUPS,
         extensions__task_weights__environments={
-            WEIGHED: {"function": "deploy.algorithms.task_weights:half_solved", "pass_reward": 0.5}
+            WEIGHED: {
+                "function": "deploy.algorithms.task_weights:half_solved",
+                "pass_reward": 0.5,
+            }
         },
     )
     async with command(tmp_path, "run", "config.toml", cwd=tmp_path) as run:
@@ -64,8 +67,14 @@ async def test_tasks_are_drawn_by_results_and_environments_begin_by_turns(
         assert await run.wait(LIMIT_S) == 0, run.out + run.err
     folder = tmp_path / "run"
     summary = checked(folder)
-    assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == ("finished", STEPS, 0)
-    draws = list(drawn_tasks(folder / "journal", WEIGHED, task_weights.half_solved, seed=1))
+    assert (summary["state"], summary["steps"], summary["ledger"]["lost"]) == (
+        "finished",
+        STEPS,
+        0,
+    )
+    draws = list(
+        drawn_tasks(folder / "journal", WEIGHED, task_weights.half_solved, seed=1)
+    )
     assert len(draws) >= STEPS * GROUPS // 2
     assert [task for task, _ in draws] == [expected for _, expected in draws]
     assert len(records_of(folder, "task_weights")) >= 3
@@ -74,5 +83,8 @@ async def test_tasks_are_drawn_by_results_and_environments_begin_by_turns(
     # The groups that are begun first are of both by turns, whichever loads or gets weights later.
     begun = [record["environment"] for record in records_of(folder, "lease")[:GROUPS]]
     assert abs(begun.count("plain") - begun.count(WEIGHED)) <= 1
-    assert {environment for environment, _ in trained_groups(folder)} == {"plain", WEIGHED}
+    assert {environment for environment, _ in trained_groups(folder)} == {
+        "plain",
+        WEIGHED,
+    }
     check_replay(folder)

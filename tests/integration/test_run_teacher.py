@@ -64,4 +64,6 @@ def test_messages_for_a_teacher_that_is_not_there_end_a_run_with_the_cause(
     write_config(tmp_path, tiny_model, environments=environments, evaluations=[])
     failed = run_command("run", "config.toml", cwd=tmp_path, limit_s=400)
     assert failed.returncode != 0
-    assert "a run has with algorithm.kl.coefficient > 0" in failed.stdout + failed.stderr
+    assert (
+        "a run has with algorithm.kl.coefficient > 0" in failed.stdout + failed.stderr
+    )

@@ -17,14 +17,20 @@ LOOKING = {"reference": "user_tools:Looking", "timeout_s": 60.0}
 @pytest.mark.slow
 def test_calls_of_tools_train_the_model_and_are_replayed(tmp_path: Path) -> None:
     shutil.copy(example_tools.__file__, tmp_path / "user_tools.py")
-    model = make_chat_model(tmp_path / "model", max_length=1024, words=example_tools.CALLS)
+    model = make_chat_model(
+        tmp_path / "model", max_length=1024, words=example_tools.CALLS
+    )
     run_processes.write_config(
         tmp_path,
         model,
         run__steps=6,
         environments=[
             # The environment's prompts say that the model should not think.
-            {"name": "silent", "chat_template_kwargs": {"enable_thinking": False}, **LOOKING}
+            {
+                "name": "silent",
+                "chat_template_kwargs": {"enable_thinking": False},
+                **LOOKING,
+            }
         ],
         evaluations=[{"name": "held", "num_episodes": 4, **LOOKING}],
         algorithm__group_size=4,

@@ -30,6 +30,8 @@ def test_a_turn_that_decides_is_learned_by_its_own_reward(tmp_path, tiny_model):
     rows = rows_of(tmp_path / "run")
     assert summary["reward_last"] >= summary["reward_first"] + 0.4
     for row in rows:
-        assert row["turns/turn_rewards/2"] == pytest.approx(row["reward_mean"], abs=1e-6)
+        assert row["turns/turn_rewards/2"] == pytest.approx(
+            row["reward_mean"], abs=1e-6
+        )
         assert row["turns/turn_rewards/1"] == row["turns/turn_rewards/3"] == 0
     check_replay(tmp_path / "run", cwd=tmp_path)

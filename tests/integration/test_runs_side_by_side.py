@@ -28,7 +28,9 @@ async def test_a_command_ends_no_run_but_its_own(tmp_path: Path) -> None:
     assert (run.code, run.summary()["state"]) == (0, "finished")
 
 
-async def test_a_controller_whose_address_is_taken_ends_for_good(tmp_path: Path) -> None:
+async def test_a_controller_whose_address_is_taken_ends_for_good(
+    tmp_path: Path,
+) -> None:
     with LiveRun(tmp_path / "first") as run:
         table = {"controller__address": run.address, "run__id": "r-0002"}
         config = tmp_path / "config.toml"
@@ -50,19 +52,33 @@ async def test_a_controller_whose_address_is_taken_ends_for_good(tmp_path: Path)
 
 
 def arguments(folder: Path, model: Path, *settings: str) -> list[str]:
-    return ["run", str(SMALLEST), f"model.path={model}", f"run.dir={folder}", *SHORT, *settings]
+    return [
+        "run",
+        str(SMALLEST),
+        f"model.path={model}",
+        f"run.dir={folder}",
+        *SHORT,
+        *settings,
+    ]
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("plain_engine")
-async def test_three_runs_that_start_together_all_end_right(tmp_path, tiny_model) -> None:
+async def test_three_runs_that_start_together_all_end_right(
+    tmp_path, tiny_model
+) -> None:
     """They have one name, as quickstarts in three folders do, and no address is set."""
     folders = [tmp_path / name for name in ("one", "two", "three")]
 
     async def run(folder: Path) -> None:
-        async with command(folder, *arguments(folder, tiny_model), cwd=tmp_path) as started:
+        async with command(
+            folder, *arguments(folder, tiny_model), cwd=tmp_path
+        ) as started:
             assert await started.process.wait() == 0, started.out + started.err
-            assert f"the run starts at {find_run(str(folder / 'smallest')).address}" in started.out
+            assert (
+                f"the run starts at {find_run(str(folder / 'smallest')).address}"
+                in started.out
+            )
 
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as runs:
         for folder in folders:
@@ -70,4 +86,8 @@ async def test_three_runs_that_start_together_all_end_right(tmp_path, tiny_model
     for folder in folders:
         checked(folder / "smallest")
     all_runs = [find_run(str(folder / "smallest")) for folder in folders]
-    assert len({run.address for run in all_runs}) == len({run.run_id for run in all_runs}) == 3
+    assert (
+        len({run.address for run in all_runs})
+        == len({run.run_id for run in all_runs})
+        == 3
+    )

@@ -11,7 +11,11 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Trajectory
 from slipstream.learner.controller.records.history import read_history
-from slipstream.learner.controller.records.journal import Journal, read_batch, read_records
+from slipstream.learner.controller.records.journal import (
+    Journal,
+    read_batch,
+    read_records,
+)
 from slipstream.learner.controller.set_aside_batch import set_batch_aside
 from slipstream.learner.trainer.recorded_run import recorded_steps
 from slipstream.v1 import trainer_pb2
@@ -41,8 +45,12 @@ def group_of(number: int, *, named: bool = True) -> Poisoned:
     return poisoned
 
 
-async def run(config: Config, poisoned: Poisoned, checkpoint=START) -> tuple[dict, FakeTrainer]:
-    trainer = FakeTrainer(config.controller.address, checkpoint=checkpoint, checkpoint_every=3)
+async def run(
+    config: Config, poisoned: Poisoned, checkpoint=START
+) -> tuple[dict, FakeTrainer]:
+    trainer = FakeTrainer(
+        config.controller.address, checkpoint=checkpoint, checkpoint_every=3
+    )
     trainer.poisoned = poisoned
     fleet = [FakeServer(config.controller.address, f"s{i}") for i in range(2)]
     return await play(config, *fleet, trainer=trainer), trainer
@@ -68,7 +76,9 @@ def check_put_back(config: Config, record: dict) -> None:
     before, after = (
         [
             trajectory
-            for trajectory in read_batch(folder, b.step, b.crc32, b.attempt).trajectories
+            for trajectory in read_batch(
+                folder, b.step, b.crc32, b.attempt
+            ).trajectories
             if trajectory.group_id in group_ids
         ]
         for b in (first, second)
@@ -77,7 +87,9 @@ def check_put_back(config: Config, record: dict) -> None:
     assert sorted(map(str, before)) == sorted(map(str, after))
 
 
-async def test_a_run_trains_the_step_with_another_batch_and_keeps_the_good_groups(tmp_path, caplog):
+async def test_a_run_trains_the_step_with_another_batch_and_keeps_the_good_groups(
+    tmp_path, caplog
+):
     config = make_config(tmp_path)
     summary, trainer = await run(config, group_of(9))
     check_whole(config, summary, num_set_aside=1)
@@ -90,7 +102,9 @@ async def test_a_run_trains_the_step_with_another_batch_and_keeps_the_good_group
     check_put_back(config, record)
     assert trainer.refused == [record["batch_id"]]
     assert max(trainer.lags) <= 2
-    (warning,) = [r.getMessage() for r in caplog.records if "set aside" in r.getMessage()]
+    (warning,) = [
+        r.getMessage() for r in caplog.records if "set aside" in r.getMessage()
+    ]
     assert warning.endswith(
         f"batch {record['batch_id']} of step {record['step'] + 1} is set aside: the loss is nan; "
         f"never trained: g000009 (environment e, task {record['groups'][0][2]}); its other 3 "
@@ -99,14 +113,18 @@ async def test_a_run_trains_the_step_with_another_batch_and_keeps_the_good_group
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
-async def test_without_a_name_all_groups_of_the_batch_are_set_aside(tmp_path, max_staleness):
+async def test_without_a_name_all_groups_of_the_batch_are_set_aside(
+    tmp_path, max_staleness
+):
     config = make_config(tmp_path, algorithm__max_staleness=max_staleness)
     summary, trainer = await run(config, group_of(9, named=False))
     check_whole(config, summary, num_set_aside=GROUPS)
     assert max(trainer.lags) <= max_staleness
 
 
-async def test_too_many_batches_in_a_row_fail_the_run_with_one_line(tmp_path: Path) -> None:
+async def test_too_many_batches_in_a_row_fail_the_run_with_one_line(
+    tmp_path: Path,
+) -> None:
     config = make_config(tmp_path)
     summary, trainer = await run(config, lambda _: [])
     assert trainer.refused == ["b000000", "b000000-1", "b000000-2", "b000000-3"]
@@ -140,7 +158,9 @@ def failed_run(failure: tuple[Path, FakeTrainer], tmp_path: Path) -> Failed:
 def anew(config: Config, **changes) -> Config:
     """The settings of the next start."""
     fresh = make_config(config.run.dir)
-    return fresh.model_copy(update={"controller": fresh.controller.model_copy(update=changes)})
+    return fresh.model_copy(
+        update={"controller": fresh.controller.model_copy(update=changes)}
+    )
 
 
 async def test_a_run_that_failed_at_a_batch_goes_on_without_it(failed_run):
@@ -157,7 +177,9 @@ async def test_a_user_sets_the_batch_aside_at_which_a_run_fails(failed_run, grou
     config, before = failed_run
     step = int(before.refused[0].removeprefix("b")) + 1
     set_aside = set_batch_aside(config.run_dir, step, groups)
-    assert set_aside.describe().startswith(f"batch {before.refused[0]} of step {step} is set aside")
+    assert set_aside.describe().startswith(
+        f"batch {before.refused[0]} of step {step} is set aside"
+    )
     again = anew(config, max_set_aside_batches=0)
     summary, trainer = await run(again, group_of(17), before.newest_checkpoint)
     assert trainer.refused == []
@@ -180,7 +202,8 @@ async def test_what_cannot_be_set_aside_is_refused_with_one_line(failed_run, tmp
         f"which no version was made can be set aside, and the newest version is {step - 1}"
     )
     with pytest.raises(
-        ConfigError, match=f"of step 99 that waits to be trained, only that of step {step} does$"
+        ConfigError,
+        match=f"of step 99 that waits to be trained, only that of step {step} does$",
     ):
         set_batch_aside(run_dir, 99)
     with pytest.raises(ConfigError, match="has no group g000999; it has g0"):
@@ -201,7 +224,9 @@ async def test_any_failure_at_a_new_batch_names_the_way_past_it(tmp_path: Path) 
     class Failing(FakeTrainer):
         async def train(self) -> None:
             if self.version.step == 4:
-                failure = trainer_pb2.TrainerFailure(message="IndexError: no", final=True)
+                failure = trainer_pb2.TrainerFailure(
+                    message="IndexError: no", final=True
+                )
                 await self.stub.ReportFailure(failure, timeout=60, metadata=self.epoch)
 
         async def report(self, report):
@@ -243,12 +268,16 @@ async def test_the_command_takes_a_batch_out_of_a_run_that_has_ended(failed_run)
         alive = await asyncio.to_thread(run_command, "set-aside", run_dir, step)
     refusal = f"slipstream: {run_dir} is written by a run that goes on; end it first\n"
     assert (alive.returncode, alive.stdout, alive.stderr) == (2, "", refusal)
-    missing = await asyncio.to_thread(run_command, "set-aside", run_dir, step, "--group", "g9")
+    missing = await asyncio.to_thread(
+        run_command, "set-aside", run_dir, step, "--group", "g9"
+    )
     assert (missing.returncode, missing.stdout) == (2, "")
     start = f"slipstream: batch {before.refused[0]} of step {step} has no group g9; it has g0"
     assert missing.stderr.startswith(start)
     assert records_of(config.run_dir, "batch_set_aside") == []
-    done = await asyncio.to_thread(run_command, "set-aside", run_dir, step, "--group", "g000017")
+    done = await asyncio.to_thread(
+        run_command, "set-aside", run_dir, step, "--group", "g000017"
+    )
     assert done.returncode == 0, done.stderr
     assert "never trained: g000017 (environment e, task " in done.stdout
     assert done.stdout.endswith(

@@ -65,19 +65,29 @@ def folder() -> Iterator[Path]:
 
 def broken_rules(folder: Path, seeds: Iterable[int]) -> list[str]:
     """The first rule that each of these runs broke, with the command that plays it again."""
-    violations_by_seed = ((seed, World(seed, folder).run().violations) for seed in seeds)
+    violations_by_seed = (
+        (seed, World(seed, folder).run().violations) for seed in seeds
+    )
     again = "play it again: python tests/simulation/run.py --seeds"
     return [
-        f"{broken[0]}; {again} {seed}:{seed + 1}" for seed, broken in violations_by_seed if broken
+        f"{broken[0]}; {again} {seed}:{seed + 1}"
+        for seed, broken in violations_by_seed
+        if broken
     ]
 
 
 @pytest.mark.parametrize(
-    "part", [pytest.param(part, marks=[pytest.mark.long] * (part > 0)) for part in range(PARTS)]
+    "part",
+    [
+        pytest.param(part, marks=[pytest.mark.long] * (part > 0))
+        for part in range(PARTS)
+    ],
 )
 def test_no_rule_breaks_whatever_fails(folder: Path, part: int) -> None:
     crashes = range(CRASHES + part, CRASHES + SEEDS // 10, PARTS)
-    assert not broken_rules(folder, (*range(part, SEEDS, PARTS), *crashes, *BROKEN[part::PARTS]))
+    assert not broken_rules(
+        folder, (*range(part, SEEDS, PARTS), *crashes, *BROKEN[part::PARTS])
+    )
 
 
 @pytest.mark.slow
@@ -122,7 +132,9 @@ class StallingWorld(World):
         ("stopped_trainer", 330.0),
     ],
 )
-def test_a_stall_is_no_failure(folder: Path, monkeypatch, fault: str, seconds: float) -> None:
+def test_a_stall_is_no_failure(
+    folder: Path, monkeypatch, fault: str, seconds: float
+) -> None:
     monkeypatch.setattr(StallingWorld, "seconds", seconds)
     monkeypatch.setattr(world, "LIMIT_S", seconds + 60.0)
     shape, _ = world.some_faults(1)
@@ -148,17 +160,26 @@ class FailingWorld:
         return Result(self.seed, [], "", Counter(), 0.0, Counter(steps=1))
 
 
-def test_a_schedule_that_ends_its_process_is_named_and_the_rest_played(folder, monkeypatch) -> None:
+def test_a_schedule_that_ends_its_process_is_named_and_the_rest_played(
+    folder, monkeypatch
+) -> None:
     monkeypatch.setattr(run, "World", FailingWorld)
     plays = list(run.Schedules(folder, verbose=False).play(range(12), 2))
     assert sorted(result.seed for result in plays) == list(range(12))
     failed = {result.seed: result.violations for result in plays if result.violations}
-    assert failed == {3: ["the rig failed: ValueError: odd"], 4: ["its process ended with 9"]}
+    assert failed == {
+        3: ["the rig failed: ValueError: odd"],
+        4: ["its process ended with 9"],
+    }
 
 
-def test_no_schedule_begins_after_the_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_schedule_begins_after_the_limit(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run, "World", FailingWorld)
-    assert not list(run.Schedules(folder, until_s=0.0, verbose=False).play(range(12), 2))
+    assert not list(
+        run.Schedules(folder, until_s=0.0, verbose=False).play(range(12), 2)
+    )
 
 
 @pytest.mark.long
@@ -171,7 +192,9 @@ def test_a_seed_plays_the_same_run_in_every_process(folder: Path) -> None:
     process = python(
         program, env={"PYTHONPATH": f"{ROOT}/tests", "PYTHONHASHSEED": "1"}, check=True
     )
-    assert process.stdout.strip() == str([World(seed, folder).run().digest for seed in seeds])
+    assert process.stdout.strip() == str(
+        [World(seed, folder).run().digest for seed in seeds]
+    )
 
 
 @pytest.mark.parametrize("name", MUTANTS)

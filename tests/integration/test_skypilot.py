@@ -17,7 +17,9 @@ from support.rigs import tools
 ROOT = Path(__file__).parents[2]
 PYTHON = tools.folder("skypilot") / "bin" / "python"
 pytestmark = [pytest.mark.process, pytest.mark.timeout(300)]
-needs_skypilot = pytest.mark.skipif(not PYTHON.exists(), reason=f"no SkyPilot here: {tools.HOW}")
+needs_skypilot = pytest.mark.skipif(
+    not PYTHON.exists(), reason=f"no SkyPilot here: {tools.HOW}"
+)
 # `validate` looks for the catalogue of GPUs, which is downloaded: without GPUs there is no need.
 PROGRAM = """
 import json, sys
@@ -61,9 +63,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's folder, with configuration, secrets, code and model."""
     for name in ("models/policy", "my_code"):
         (tmp_path / name).mkdir(parents=True)
-    (tmp_path / "run.toml").write_text((ROOT / "deploy/configs/quickstart.toml").read_text())
+    (tmp_path / "run.toml").write_text(
+        (ROOT / "deploy/configs/quickstart.toml").read_text()
+    )
     shutil.copytree(ROOT / "deploy" / "skypilot", tmp_path / "skypilot")
-    make = [ROOT / "deploy" / "make_certificates.sh", tmp_path / "secrets", "learner-0.first"]
+    make = [
+        ROOT / "deploy" / "make_certificates.sh",
+        tmp_path / "secrets",
+        "learner-0.first",
+    ]
     subprocess.run(make, check=True, capture_output=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -71,9 +79,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(folder: Path, *options: str) -> dict[str, Any]:
     """What SkyPilot says of the group."""
-    environ = {**os.environ, "HOME": str(folder), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"}
+    environ = {
+        **os.environ,
+        "HOME": str(folder),
+        "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
+    }
     command = [PYTHON, "-c", PROGRAM, *options]
-    ended = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        command, env=environ, capture_output=True, text=True, check=False
+    )
     assert ended.returncode == 0, ended.stderr[-3000:]
     parsed: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
     return parsed
@@ -94,16 +108,24 @@ def ask_for_gpus(folder: Path) -> None:
 
 def test_the_commands_of_the_tasks_are_ours() -> None:
     configs = []
-    for task in list(yaml.safe_load_all((ROOT / "deploy/skypilot/run.yaml").read_text()))[1:]:
+    for task in list(
+        yaml.safe_load_all((ROOT / "deploy/skypilot/run.yaml").read_text())
+    )[1:]:
         text = task["run"].partition("exec ")[2].replace("\\\n", " ")
         text = text.replace("$SKYPILOT_NODE_RANK", "0").replace("$HOME", "/home/me")
         text = text.replace(" ~/", " /home/me/")
         program, *words = shlex.split(text)
         assert program == "slipstream"
         arguments = parse(words)
-        configs.append(load_config(ROOT / "deploy/configs/quickstart.toml", arguments.overrides))
+        configs.append(
+            load_config(ROOT / "deploy/configs/quickstart.toml", arguments.overrides)
+        )
         files = [Path(file).name for file in task["file_mounts"]]
-        read = [value for value in vars(configs[-1].security).values() if isinstance(value, Path)]
+        read = [
+            value
+            for value in vars(configs[-1].security).values()
+            if isinstance(value, Path)
+        ]
         assert {path.name for path in read} <= {*files}
     learner, server = configs
     assert (learner.run.name, str(learner.run.dir)) == ("first", "/runs")
@@ -114,7 +136,9 @@ def test_the_commands_of_the_tasks_are_ours() -> None:
 def test_the_group_is_read_and_validated(folder: Path) -> None:
     validation = read(folder, "--validate")
     assert (validation["is_group"], validation["primary"]) == (True, ["learner"])
-    learner, server = (validation["tasks"][name] for name in ("learner", "rollout-server-0"))
+    learner, server = (
+        validation["tasks"][name] for name in ("learner", "rollout-server-0")
+    )
     assert (learner["spot"], learner["volumes"]) == ([False], {"/runs": "first-runs"})
     assert (server["nodes"], server["spot"]) == (1, [True])
     assert server["recovery"][0]["max_restarts_on_errors"] == 20
@@ -126,7 +150,11 @@ def test_the_group_is_read_and_validated(folder: Path) -> None:
 
 @needs_skypilot
 def test_gpus_are_asked_for(folder: Path) -> None:
-    edit(folder, "num_nodes: 1\nresources:\n  # infra", "num_nodes: 2\nresources:\n  # infra")
+    edit(
+        folder,
+        "num_nodes: 1\nresources:\n  # infra",
+        "num_nodes: 2\nresources:\n  # infra",
+    )
     ask_for_gpus(folder)
     learner = read(folder)["tasks"]["learner"]
     assert learner["nodes"] == 2
@@ -147,7 +175,9 @@ InstanceType,AcceleratorName,AcceleratorCount,vCPUs,MemoryGiB,Region,SpotPrice,P
 
 
 @needs_skypilot
-def test_the_optimizer_finds_machines_and_takes_spot_for_servers_alone(folder: Path) -> None:
+def test_the_optimizer_finds_machines_and_takes_spot_for_servers_alone(
+    folder: Path,
+) -> None:
     for name, text in CATALOGS.items():
         path = folder / ".sky/catalogs/v8" / name
         path.parent.mkdir(parents=True)

@@ -31,7 +31,11 @@ STEPS = 500
 RUN = "runs/quickstart"
 SETTINGS = (CONFIG, f"run.steps={STEPS}")
 LEARNER = ("--job-name=quickstart-learner", "deploy/slurm/learner.sbatch", *SETTINGS)
-SERVERS = ("--job-name=quickstart-rollout-server", "deploy/slurm/rollout-server.sbatch", *SETTINGS)
+SERVERS = (
+    "--job-name=quickstart-rollout-server",
+    "deploy/slurm/rollout-server.sbatch",
+    *SETTINGS,
+)
 LIMIT_S = 900.0
 
 
@@ -92,7 +96,9 @@ def carry_out(site: Site) -> None:
     servers = site.submit("--partition=preemptible", "--array=0-1", *SERVERS)
     first, second = (f"{servers}_{task}" for task in (0, 1))
     waits = "there is no job quickstart-learner yet: this one waits 3600 s for it"
-    site.wait_for("a server waits", lambda: waits in site.log(f"rollout-server-{first}"))
+    site.wait_for(
+        "a server waits", lambda: waits in site.log(f"rollout-server-{first}")
+    )
     site.learner = learner = site.submit(*LEARNER)
     site.wait_for("both servers run", lambda: "RUNNING" in cluster.state(second))
     site.wait_for("the run makes steps", lambda: site.step >= 10)
@@ -101,13 +107,16 @@ def carry_out(site: Site) -> None:
     site.submit(node, "--output=/dev/null", "--wrap=true")
     message = "rollout server server-1 has left"
     site.wait_for(
-        "the preempted server drains", lambda: message in site.log(f"rollout-server-{second}")
+        "the preempted server drains",
+        lambda: message in site.log(f"rollout-server-{second}"),
     )
     site.wait_for("the run goes on with the other", lambda: site.step >= 20)
     site.nodes.append(cluster.node_of(first))
     cluster.kill(site.nodes[0])
     site.wait_for("the preempted server starts again", lambda: site.starts(second) == 2)
-    site.wait_for("the dead node's server starts again", lambda: site.starts(first) == 2)
+    site.wait_for(
+        "the dead node's server starts again", lambda: site.starts(first) == 2
+    )
     site.nodes.append(cluster.node_of(first))
     before = site.step
     site.wait_for("the run goes on with both", lambda: site.step >= before + 5)
@@ -119,9 +128,13 @@ def carry_out(site: Site) -> None:
     site.learners.append(cluster.node_of(learner))
     cluster.kill(site.learners[0])
     site.wait_for("the node is dead", lambda: cluster.state(learner) == "PENDING")
-    site.wait_for("the learner starts elsewhere", lambda: cluster.state(learner) == "RUNNING")
+    site.wait_for(
+        "the learner starts elsewhere", lambda: cluster.state(learner) == "RUNNING"
+    )
     site.learners.append(cluster.node_of(learner))
-    site.wait_for("the run is finished", lambda: not site.slurm("squeue", "--noheader").strip())
+    site.wait_for(
+        "the run is finished", lambda: not site.slurm("squeue", "--noheader").strip()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -160,18 +173,32 @@ def test_a_server_says_that_the_learners_job_is_gone(site: Site) -> None:
 def test_a_job_that_is_cancelled_does_not_come_back(site: Site) -> None:
     job = site.submit("--job-name=quickstart-learner", "--wrap=sleep 600")
     server = site.submit("--array=0-0", *SERVERS) + "_0"
-    site.wait_for("the rollout job waits", lambda: site.cluster.state(server) == "RUNNING")
+    site.wait_for(
+        "the rollout job waits", lambda: site.cluster.state(server) == "RUNNING"
+    )
     site.slurm("scancel", server, job)
-    site.wait_for("both jobs end", lambda: not site.slurm("squeue", "--noheader").strip())
+    site.wait_for(
+        "both jobs end", lambda: not site.slurm("squeue", "--noheader").strip()
+    )
     assert {site.cluster.state(job_id) for job_id in (server, job)} == {"CANCELLED"}
 
 
-def test_a_learner_whose_time_limit_leaves_no_step_fails_with_a_line(site: Site) -> None:
+def test_a_learner_whose_time_limit_leaves_no_step_fails_with_a_line(
+    site: Site,
+) -> None:
     """Slurm tells it to end ten minutes before its limit, which is at once."""
     (site.folder / "short.toml").write_text((ROOT / CONFIG).read_text())
-    short = ("--job-name=short-learner", "--time=8", "deploy/slurm/learner.sbatch", "short.toml")
+    short = (
+        "--job-name=short-learner",
+        "--time=8",
+        "deploy/slurm/learner.sbatch",
+        "short.toml",
+    )
     job = site.submit(*short)
     site.wait_for("the job ends", lambda: site.cluster.state(job) == "FAILED")
     log = (site.folder / f"short-learner-{job}.log").read_text()
-    assert "the time limit left no room for a step: Slurm tells this job to end 600 s" in log
+    assert (
+        "the time limit left no room for a step: Slurm tells this job to end 600 s"
+        in log
+    )
     assert "REQUEUE" not in log

@@ -48,7 +48,9 @@ def settings(folder: Path, model: Path, steps: int) -> dict[str, object]:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path) -> dict[str, object]:
+def quick(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_model: Path
+) -> dict[str, object]:
     """Settings of 10,000 steps, for runs with stand-ins for an engine and a trainer's step."""
     monkeypatch.setattr(started_run, "COMMAND", QUICK)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
@@ -84,7 +86,11 @@ async def test_rows_come_while_a_run_asks_questions_of_this_process(
         threads.add(threading.current_thread().name)
         return reward(reply, row)
 
-    table = {"reference": Questions(ROWS, judge=judge), "name": "sums", "timeout_s": 20.0}
+    table = {
+        "reference": Questions(ROWS, judge=judge),
+        "name": "sums",
+        "timeout_s": 20.0,
+    }
     # A notebook has a running event loop, too.
     quick["run"]["steps"] = 5
     run = slipstream.run(environments=table, **quick)
@@ -97,13 +103,17 @@ async def test_rows_come_while_a_run_asks_questions_of_this_process(
     assert run.page.is_file()
     assert "step 5/5" in capfd.readouterr().out
     run.stop()
-    with pytest.raises(ConfigError, match="is finished with 5 steps; raise run.steps to go on"):
+    with pytest.raises(
+        ConfigError, match="is finished with 5 steps; raise run.steps to go on"
+    ):
         run.resume()
         run.wait()
 
 
 @pytest.mark.long
-def test_settings_that_have_changed_since_the_last_start_of_a_run_are_told(quick, capfd) -> None:
+def test_settings_that_have_changed_since_the_last_start_of_a_run_are_told(
+    quick, capfd
+) -> None:
     quick["run"] |= {"steps": 2}
     quick["algorithm"] |= {"learning_rate": 1e-3}
     slipstream.run(environments=[Repeat], **quick).wait()
@@ -114,12 +124,19 @@ def test_settings_that_have_changed_since_the_last_start_of_a_run_are_told(quick
     quick["sampling"] |= {"stop": ["b"]}
     slipstream.run(environments=[Repeat], **quick).wait()
     begin = "changed since the run's last start: "
-    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(begin)]
-    assert lines == [f"{begin}run.steps is 3, was 2", f'{begin}sampling.stop is ["b"], was []']
+    lines = [
+        line for line in capfd.readouterr().out.splitlines() if line.startswith(begin)
+    ]
+    assert lines == [
+        f"{begin}run.steps is 3, was 2",
+        f'{begin}sampling.stop is ["b"], was []',
+    ]
 
 
 @pytest.mark.long
-def test_a_stopped_run_is_resumed_and_yields_what_comes_then(quick, tmp_path, monkeypatch) -> None:
+def test_a_stopped_run_is_resumed_and_yields_what_comes_then(
+    quick, tmp_path, monkeypatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     quick["run"]["dir"] = "runs"
     run = slipstream.run(environments=[Repeat], show=False, **quick)
@@ -129,7 +146,9 @@ def test_a_stopped_run_is_resumed_and_yields_what_comes_then(quick, tmp_path, mo
     first = next(rows)
     monkeypatch.chdir(tmp_path)
     assert run.status().state == "running"
-    with pytest.raises(ConfigError, match="is a run that goes on; stop it before it is resumed"):
+    with pytest.raises(
+        ConfigError, match="is a run that goes on; stop it before it is resumed"
+    ):
         run.resume()
     with pytest.raises(ConfigError, match="is written by a run that goes on"):
         slipstream.run(environments=[Repeat], show=False, **quick).wait()
@@ -152,7 +171,9 @@ def test_the_end_of_a_failed_run_says_what_its_log_says(quick) -> None:
 
     quick["controller"] = {"max_failed_groups": 1}
     quick["run"]["audit"] = "tell"
-    run = slipstream.run(environments=Questions(ROWS, answer="sum", judge=wrong), **quick)
+    run = slipstream.run(
+        environments=Questions(ROWS, answer="sum", judge=wrong), **quick
+    )
     cause = r"no environment is left: questions: .*ValueError: no judge today \(test_started_run.py"
     for _ in range(2):
         with pytest.raises(RunFailed, match=cause):
@@ -172,9 +193,16 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
         "slipstream.run: model: path must be a text, number, list or table, got None"
     )
     assert "Questions(rows, judge=function)" in refusal(reward)
-    assert refusal([]) == "slipstream.run: environments is an empty list: name an environment"
-    assert "has no option python, only name," in refusal({"reference": Repeat, "python": "x"})
-    assert "args are for a class, got" in refusal({"reference": Repeat(3), "args": {"a": 1}})
+    assert (
+        refusal([])
+        == "slipstream.run: environments is an empty list: name an environment"
+    )
+    assert "has no option python, only name," in refusal(
+        {"reference": Repeat, "python": "x"}
+    )
+    assert "args are for a class, got" in refusal(
+        {"reference": Repeat(3), "args": {"a": 1}}
+    )
 
     assert "write steps into the table run" in refusal(**{"run.steps": 3})
     assert "environments" in (twice := refusal([Repeat, Repeat])) and "repeat" in twice
@@ -189,7 +217,9 @@ def test_what_cannot_work_is_refused_before_anything_starts(quick) -> None:
             f"slipstream.run: environments: episodes of repeat must be {rule}, got {number!r}"
         )
     # A number of numpy is refused for its size alone.
-    assert "must be at least 1, got 0" in refusal({"reference": Repeat, "episodes": np.int64(0)})
+    assert "must be at least 1, got 0" in refusal(
+        {"reference": Repeat, "episodes": np.int64(0)}
+    )
 
     class Needs(Repeat):
         def __init__(self, letters: str) -> None:
@@ -231,8 +261,12 @@ def test_what_a_check_refuses_is_refused_before_anything_starts(quick, capfd) ->
 
     numbers = itertools.count()
     judged = Questions(ROWS, answer="sum", judge=wrong)
-    assert refusal(judged).startswith("environment questions: ValueError: no judge today (test_")
-    twice = r"environment drawn: .*begin otherwise when they are reset twice with one seed"
+    assert refusal(judged).startswith(
+        "environment questions: ValueError: no judge today (test_"
+    )
+    twice = (
+        r"environment drawn: .*begin otherwise when they are reset twice with one seed"
+    )
     assert re.match(twice, refusal(Drawn))
     assert refusal(Tools) == f"environment tools: {NEED_PARSER}"
     assert not commands()
@@ -240,7 +274,9 @@ def test_what_a_check_refuses_is_refused_before_anything_starts(quick, capfd) ->
 
 
 @pytest.mark.parametrize("kind", ["awaits", "blocks"])
-def test_an_environment_whose_first_call_does_not_end_is_named(quick, monkeypatch, kind) -> None:
+def test_an_environment_whose_first_call_does_not_end_is_named(
+    quick, monkeypatch, kind
+) -> None:
     class Awaits(Repeat):
         async def reset(self, task: str) -> list[dict[str, str]]:
             return await asyncio.Future()
@@ -271,7 +307,9 @@ def test_an_interrupted_cell_stops_its_run_in_order(quick) -> None:
         # The first episode of the run itself.
         if started and not interrupted:
             # Linux may give a signal of the process to any thread: here to one that does not wait.
-            interrupted.append(signal.pthread_kill(threading.get_ident(), signal.SIGINT))
+            interrupted.append(
+                signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+            )
         return 0.0
 
     started: list[slipstream.Run] = []
@@ -279,7 +317,9 @@ def test_an_interrupted_cell_stops_its_run_in_order(quick) -> None:
     # A program in the background of a shell ignores the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        run = slipstream.run(environments=Questions(ROWS, answer="sum", judge=judge), **quick)
+        run = slipstream.run(
+            environments=Questions(ROWS, answer="sum", judge=judge), **quick
+        )
         started.append(run)
         with pytest.raises(KeyboardInterrupt):
             run.wait()
@@ -359,7 +399,9 @@ def test_a_program_that_ends_leaves_no_process_and_no_file(
             """
         )
     )
-    ended = subprocess.run([sys.executable, program], stdout=subprocess.PIPE, timeout=LIMIT_S)
+    ended = subprocess.run(
+        [sys.executable, program], stdout=subprocess.PIPE, timeout=LIMIT_S
+    )
     assert ended.stdout == b"1.0\n"
     for command in commands():
         # The run became a child of this process.
@@ -374,9 +416,14 @@ def test_a_program_that_ends_leaves_no_process_and_no_file(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "is_real",
-    [pytest.param(False, marks=pytest.mark.long), pytest.param(True, marks=pytest.mark.slow)],
+    [
+        pytest.param(False, marks=pytest.mark.long),
+        pytest.param(True, marks=pytest.mark.slow),
+    ],
 )
-def test_the_cells_of_the_page_from_a_notebook_run(tmp_path, tiny_model, quick, is_real) -> None:
+def test_the_cells_of_the_page_from_a_notebook_run(
+    tmp_path, tiny_model, quick, is_real
+) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "tiny").symlink_to(tiny_model)
     page = (ROOT / "docs" / "guides" / "notebook.md").read_text()
@@ -389,9 +436,9 @@ def test_the_cells_of_the_page_from_a_notebook_run(tmp_path, tiny_model, quick, 
     (tmp_path / "cells.py").write_text("\n".join(cells))
     subprocess.run([sys.executable, "cells.py"], cwd=tmp_path, check=True, timeout=800)
     message = (tmp_path / "said").read_text().splitlines()
-    assert [line.split()[0] for line in message if re.fullmatch(r"\d\.0 [\d.]+", line)] == [
-        f"{step}.0" for step in range(1, 6)
-    ]
+    assert [
+        line.split()[0] for line in message if re.fullmatch(r"\d\.0 [\d.]+", line)
+    ] == [f"{step}.0" for step in range(1, 6)]
     assert [line for line in message if line.startswith("finished ")]
     first, second = (float(line) for line in message if re.fullmatch(r"\d+\.0", line))
     assert 5 < first <= second

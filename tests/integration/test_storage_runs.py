@@ -15,7 +15,10 @@ STORAGE = {"weights__storage_url": "memory://weights"}
 def two_servers(config: Config) -> list[FakeServer]:
     # Room for the other's groups while one fetches.
     address = config.controller.address
-    return [FakeServer(address, name, max_episodes=8, from_storage=True) for name in ("a", "b")]
+    return [
+        FakeServer(address, name, max_episodes=8, from_storage=True)
+        for name in ("a", "b")
+    ]
 
 
 async def test_a_run_by_storage(tmp_path: Path) -> None:
@@ -31,7 +34,9 @@ async def test_a_run_by_storage(tmp_path: Path) -> None:
     assert summary["stored_whole_bytes"] == 10 * summary["stored_bytes"]
 
 
-async def test_the_run_trains_on_while_the_link_of_one_server_stands_still(tmp_path: Path) -> None:
+async def test_the_run_trains_on_while_the_link_of_one_server_stands_still(
+    tmp_path: Path,
+) -> None:
     config = make_config(tmp_path, **STORAGE)
     trainer = FakeTrainer(config.controller.address)
     other, cut = two_servers(config)

@@ -20,7 +20,12 @@ from slipstream.core.machine.address import free_port
 from slipstream.core.settings.sections import WeightsSection
 from slipstream.extensions.stored_weights.server import StoredWeights
 from support.rigs import tools
-from support.rigs.stored_versions import StoredVersions, changed_content, first_content, soon
+from support.rigs.stored_versions import (
+    StoredVersions,
+    changed_content,
+    first_content,
+    soon,
+)
 from support.rigs.waiting import LIMIT_S, until
 
 PLACE = tools.folder("s3")
@@ -58,11 +63,15 @@ class Link:
     async def _listen(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         upward, downward = await asyncio.open_connection("127.0.0.1", self._target)
         await asyncio.gather(self._copy(reader, downward), self._copy(upward, writer))
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         with contextlib.closing(writer):
             while data := await reader.read(16_384):
                 await until(lambda: self.bytes_per_s)
@@ -96,7 +105,11 @@ def store() -> Iterator[int]:
                 time.sleep(0.1)
         import s3fs
 
-        keys = {"key": "anybody", "secret": SECRET, "endpoint_url": f"http://127.0.0.1:{port}"}
+        keys = {
+            "key": "anybody",
+            "secret": SECRET,
+            "endpoint_url": f"http://127.0.0.1:{port}",
+        }
         s3fs.S3FileSystem(**keys, skip_instance_cache=True).mkdir("weights")
         yield port
     finally:
@@ -121,10 +134,14 @@ def link(store: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
 
 
 def server(folder: Path, url: str, *, limit_s: float = 60.0) -> StoredWeights:
-    return StoredWeights(WeightsSection(storage_url=url, storage_deadline_s=limit_s), folder)
+    return StoredWeights(
+        WeightsSection(storage_url=url, storage_deadline_s=limit_s), folder
+    )
 
 
-def test_a_chain_in_an_object_store_arrives_bit_for_bit(link: Link, tmp_path: Path) -> None:
+def test_a_chain_in_an_object_store_arrives_bit_for_bit(
+    link: Link, tmp_path: Path
+) -> None:
     url = "s3://weights/chain"
     versions = StoredVersions(url)
     content = first_content()
@@ -144,10 +161,16 @@ def test_a_chain_in_an_object_store_arrives_bit_for_bit(link: Link, tmp_path: Pa
     assert f"run/v2/{'manifest'}" in keys
     versions.storage.remove(keys, soon())
     assert versions.storage.keys("run", soon()) == []
-    assert all(SECRET.encode() not in p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
+    assert all(
+        SECRET.encode() not in p.read_bytes()
+        for p in tmp_path.rglob("*")
+        if p.is_file()
+    )
 
 
-def test_a_slow_link_takes_its_time_and_a_dead_one_its_limit(link: Link, tmp_path: Path) -> None:
+def test_a_slow_link_takes_its_time_and_a_dead_one_its_limit(
+    link: Link, tmp_path: Path
+) -> None:
     url = "s3://weights/slow"
     versions = StoredVersions(url)
     content = first_content()
@@ -163,16 +186,22 @@ def test_a_slow_link_takes_its_time_and_a_dead_one_its_limit(link: Link, tmp_pat
     assert 0 < quick.num_bytes < slow.num_bytes / 2
     link.bytes_per_s = 0.0
     stuck = server(tmp_path / "b", url, limit_s=2.0)
-    with pytest.raises(WeightSyncError, match=r"s3://weights/slow could not read .* within 2 s"):
+    with pytest.raises(
+        WeightSyncError, match=r"s3://weights/slow could not read .* within 2 s"
+    ):
         stuck.fetch(delta, NEVER)
 
 
-def test_an_object_that_is_gone_is_named_without_credentials(link: Link, tmp_path: Path) -> None:
+def test_an_object_that_is_gone_is_named_without_credentials(
+    link: Link, tmp_path: Path
+) -> None:
     url = "s3://weights/gone"
     versions = StoredVersions(url)
     manifest = versions.write(0, first_content(), whole=True)
     versions.storage.remove(["run/v0/1-00000"], soon())
-    with pytest.raises(WeightSyncError, match="could not read run/v0/1-00000") as raised:
+    with pytest.raises(
+        WeightSyncError, match="could not read run/v0/1-00000"
+    ) as raised:
         server(tmp_path / "a", url).fetch(manifest, NEVER)
     assert SECRET not in str(raised.value)
 
@@ -180,5 +209,7 @@ def test_an_object_that_is_gone_is_named_without_credentials(link: Link, tmp_pat
 def test_a_bucket_that_is_not_there_is_an_error_and_is_not_made(link: Link) -> None:
     storage = StoredVersions("s3://no-such-bucket-of-ours/x").storage
     for _ in range(2):
-        with pytest.raises(WeightSyncError, match="could not write run/x.* does not exist"):
+        with pytest.raises(
+            WeightSyncError, match="could not write run/x.* does not exist"
+        ):
             storage.write("run/x", memoryview(b"data"), soon())

@@ -127,18 +127,25 @@ def test_ranks_meet_beside_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert second.result(LIMIT_S).get("key") == b"value"
 
 
-async def test_a_controller_answers_beside_three_hundred_strangers(tmp_path: Path) -> None:
+async def test_a_controller_answers_beside_three_hundred_strangers(
+    tmp_path: Path,
+) -> None:
     token = call_metadata(with_token(TOKEN))
     async with serving(tmp_path) as address:
         port = int(address.rpartition(":")[2])
         with contextlib.ExitStack() as stack:
             for number in range(300):
-                connection = stack.enter_context(socket.create_connection((HOST, port), 30))
+                connection = stack.enter_context(
+                    socket.create_connection((HOST, port), 30)
+                )
                 connection.sendall(noise()[number % 3])
             async with grpc.aio.insecure_channel(address) as channel:
                 stub = status_pb2_grpc.StatusServiceStub(channel)
                 status = await stub.GetStatus(
-                    status_pb2.GetStatusRequest(), metadata=token, timeout=60, wait_for_ready=True
+                    status_pb2.GetStatusRequest(),
+                    metadata=token,
+                    timeout=60,
+                    wait_for_ready=True,
                 )
         assert status.run_id
 

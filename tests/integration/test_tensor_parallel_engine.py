@@ -32,8 +32,14 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
     async with started_engine(config) as engine:
         assert engine.num_workers == 2
         # Other engines of this machine have such files too.
-        maps = [memory_map for process in engine._processes for memory_map in process.memory_maps()]
-        shared = {Path(memory_map.path) for memory_map in maps if "cpushm" in memory_map.path}
+        maps = [
+            memory_map
+            for process in engine._processes
+            for memory_map in process.memory_maps()
+        ]
+        shared = {
+            Path(memory_map.path) for memory_map in maps if "cpushm" in memory_map.path
+        }
         weights = random_weights(load_file(tmp_path / "model.safetensors"), seed=3)
         layout = layout_of(weights)
         sender = GlooSender("both", num_workers=2)
@@ -45,7 +51,12 @@ async def test_two_workers_take_weights_and_sample_as_one(tmp_path: Path) -> Non
     assert not [path for path in shared if path.exists()]
     sequences = [PROMPT + r.token_ids.tolist() for r in replies]
     reference = Reference(tmp_path)
-    expected = [reference.logprobs(weights, sequence)[len(PROMPT) - 1 :] for sequence in sequences]
-    gaps = np.abs(np.concatenate(expected) - np.concatenate([r.logprobs for r in replies]))
+    expected = [
+        reference.logprobs(weights, sequence)[len(PROMPT) - 1 :]
+        for sequence in sequences
+    ]
+    gaps = np.abs(
+        np.concatenate(expected) - np.concatenate([r.logprobs for r in replies])
+    )
     assert len(gaps) == 8 * 40
     assert gaps.mean() <= 1e-4

@@ -83,12 +83,16 @@ class FaultySender:
 class FaultyServer(FakeServer):
     """A server whose sender is a `FaultySender`."""
 
-    def __init__(self, address: str, third: Third, *, inside: bool = False, **options: Any) -> None:
+    def __init__(
+        self, address: str, third: Third, *, inside: bool = False, **options: Any
+    ) -> None:
         super().__init__(address, "faulty", **options)
         self._wrap = lambda sender: FaultySender(sender, third, inside=inside)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, self._wrap(value) if name == "sender" and value else value)
+        super().__setattr__(
+            name, self._wrap(value) if name == "sender" and value else value
+        )
 
 
 class FaultyReceiver:
@@ -110,7 +114,9 @@ class FaultyReceiver:
 
 
 @contextlib.asynccontextmanager
-async def queue_of(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str, str], str]]:
+async def queue_of(
+    kind: str, folder: Path
+) -> AsyncIterator[tuple[dict[str, str], str]]:
     """The settings of a queue, and its URL."""
     if kind == "grpc":
         yield {}, ""
@@ -121,11 +127,17 @@ async def queue_of(kind: str, folder: Path) -> AsyncIterator[tuple[dict[str, str
 
 
 def settings(folder: Path, **changes: object) -> Config:
-    sizes = {"algorithm__group_size": 2, "algorithm__groups_per_step": 2, "run__steps": STEPS}
+    sizes = {
+        "algorithm__group_size": 2,
+        "algorithm__groups_per_step": 2,
+        "run__steps": STEPS,
+    }
     return make_config(folder, **{**sizes, **changes})
 
 
-def is_told(summary: dict, caplog: pytest.LogCaptureFixture, place: str, times: int) -> bool:
+def is_told(
+    summary: dict, caplog: pytest.LogCaptureFixture, place: str, times: int
+) -> bool:
     """Whether summary and events name the hand-over, and what became of the trajectory."""
     events = [record.getMessage() for record in caplog.records]
     return any(
@@ -136,7 +148,9 @@ def is_told(summary: dict, caplog: pytest.LogCaptureFixture, place: str, times: 
     )
 
 
-async def planted(config: Config, *servers: FakeServer, third: Third, kills: bool = False) -> dict:
+async def planted(
+    config: Config, *servers: FakeServer, third: Third, kills: bool = False
+) -> dict:
     """The summary of a run that is stopped when its ledger is open, or goes on after a kill."""
 
     async def until_told(controller: Controller, tasks: list) -> None:
@@ -149,13 +163,17 @@ async def planted(config: Config, *servers: FakeServer, third: Third, kills: boo
             controller.stop("its ledger is open")
 
     trainer = FakeTrainer(config.controller.address)
-    return await play(config, *servers, trainer=trainer, during=until_told, is_planted=True)
+    return await play(
+        config, *servers, trainer=trainer, during=until_told, is_planted=True
+    )
 
 
 @times
 def test_between_engine_and_record(times: int) -> None:
     """The record of a server has the tokens of its engine's third reply, or not, or twice."""
-    start = EngineUse(generated_tokens=0, returned_tokens=0, open_requests=0, busy_s=0.0)
+    start = EngineUse(
+        generated_tokens=0, returned_tokens=0, open_requests=0, busy_s=0.0
+    )
     counters = EpochCounters(start)
     third = Third(times)
     counters.open_episodes += 1
@@ -174,25 +192,35 @@ def test_between_engine_and_record(times: int) -> None:
 
 @times
 @queues
-async def test_between_record_and_queue(tmp_path, caplog, queue: str, times: int) -> None:
+async def test_between_record_and_queue(
+    tmp_path, caplog, queue: str, times: int
+) -> None:
     async with queue_of(queue, tmp_path) as (changes, url):
         config = settings(tmp_path, **changes)
         third = Third(times)
         server = FaultyServer(config.controller.address, third, queue_url=url)
         summary = await planted(config, server, third=third)
-    assert is_told(summary, caplog, f"record to queue of faulty, epoch {server.epoch:x}", times)
+    assert is_told(
+        summary, caplog, f"record to queue of faulty, epoch {server.epoch:x}", times
+    )
 
 
 @queues
-async def test_inside_the_queue_of_a_server_that_dies(tmp_path, caplog, queue: str) -> None:
+async def test_inside_the_queue_of_a_server_that_dies(
+    tmp_path, caplog, queue: str
+) -> None:
     async with queue_of(queue, tmp_path) as (changes, url):
         config = settings(tmp_path, **changes)
         third = Third(0)
         address = config.controller.address
-        server = FaultyServer(address, third, inside=True, queue_url=url, max_episodes=8)
+        server = FaultyServer(
+            address, third, inside=True, queue_url=url, max_episodes=8
+        )
         other = FakeServer(address, "other", queue_url=url, max_episodes=8)
         summary = await planted(config, server, other, third=third, kills=True)
-    assert is_told(summary, caplog, f"queue to intake of faulty, epoch {server.epoch:x}", 0)
+    assert is_told(
+        summary, caplog, f"queue to intake of faulty, epoch {server.epoch:x}", 0
+    )
     # The other server made what this one owed.
     assert (summary["code"], summary["steps"]) == (0, STEPS)
 
@@ -257,7 +285,9 @@ async def test_between_batch_and_journal(tmp_path, caplog, monkeypatch, kind, ti
 
 
 def fails_at_first(lease, member: int, attempt: int) -> float | Failure:
-    return environment_failure(lease, member, attempt) if attempt == 0 else float(member)
+    return (
+        environment_failure(lease, member, attempt) if attempt == 0 else float(member)
+    )
 
 
 @times
@@ -286,12 +316,16 @@ async def test_between_journal_and_restart(tmp_path, caplog, monkeypatch, times)
             for record in self._reader:
                 yield from (record for _ in (third if record["kind"] == "end" else [1]))
 
-    def open_faultily(folder: Path, warn: Callable[[str], None]) -> tuple[Any, FaultyReader]:
+    def open_faultily(
+        folder: Path, warn: Callable[[str], None]
+    ) -> tuple[Any, FaultyReader]:
         history, reader = open_history(folder, warn)
         return history, FaultyReader(reader)
 
     again = settings(tmp_path, controller__max_attempts=9)
-    trainer = FakeTrainer(again.controller.address, checkpoint=trainer.newest_checkpoint)
+    trainer = FakeTrainer(
+        again.controller.address, checkpoint=trainer.newest_checkpoint
+    )
     with monkeypatch.context() as patched:
         patched.setattr(application, "open_history", open_faultily)
         server = FakeServer(again.controller.address, judge=fails_at_first)
@@ -316,7 +350,9 @@ async def test_without_a_fault_no_ledger_is_open(tmp_path, queue: str) -> None:
                 for number in range(2)
             ]
 
-            async def kill_and_stop(controller, tasks, trainer=trainer, fleet=fleet) -> None:
+            async def kill_and_stop(
+                controller, tasks, trainer=trainer, fleet=fleet
+            ) -> None:
                 await until(lambda: len(fleet[0].delivered) > 5, LIMIT_S)
                 fleet[0].killed = True
                 tasks[0].cancel()

@@ -184,7 +184,9 @@ async def test_the_programme_of_the_guide_runs_twice(tmp_path: Path) -> None:
         assert kinds == ["adam", "begin", "adam"]
 
 
-def losses_and_states(client: LoopClient, folder: str, trainer: FakeTrainer, run_dir: Path) -> None:
+def losses_and_states(
+    client: LoopClient, folder: str, trainer: FakeTrainer, run_dir: Path
+) -> None:
     """What the SDK's calls say of losses, states and names."""
     service = service_of(client)
     model = service.create_lora_training_client(base_model=folder).result()
@@ -211,7 +213,9 @@ def losses_and_states(client: LoopClient, folder: str, trainer: FakeTrainer, run
     path = model.save_state("one", user_metadata=metadata).result().path
     save_checkpoint(run_dir / "checkpoints", trainer.version.step)
     refused = model.save_state("one")
-    with pytest.raises(tinker.RequestFailedError, match="is in use: give the state another name"):
+    with pytest.raises(
+        tinker.RequestFailedError, match="is in use: give the state another name"
+    ):
         refused.result()
     replaced = model.save_state("one", overwrite=True).result()
     assert replaced.path == path
@@ -236,4 +240,6 @@ async def test_losses_states_and_keys_are_as_the_sdk_says(tmp_path: Path) -> Non
     config = loop_config(tmp_path)
     async with started(config) as (client, _, trainer):
         folder = str(config.model.path)
-        await asyncio.to_thread(losses_and_states, client, folder, trainer, config.run_dir)
+        await asyncio.to_thread(
+            losses_and_states, client, folder, trainer, config.run_dir
+        )

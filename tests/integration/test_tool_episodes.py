@@ -12,7 +12,12 @@ from slipstream.core.types import Branch, FailureKind, Status, Trajectory
 from slipstream.rollout_server.chat import TemplateInputs
 from slipstream.rollout_server.engine_interface import GenerationFailed
 from support.fakes import example_tools
-from support.fakes.agent_rig import agent_config, agent_services, script, scripted_engine
+from support.fakes.agent_rig import (
+    agent_config,
+    agent_services,
+    script,
+    scripted_engine,
+)
 from support.fakes.chat_models import CHAT_TEMPLATE, make_chat_model
 from support.rigs import episode_server
 from support.rigs.episode_server import EpisodeServer, recorded
@@ -44,7 +49,9 @@ async def serving(
 
 
 async def run(server: EpisodeServer, environment: str, **lease: Any) -> Trajectory:  # noqa: ANN401
-    (trajectory,) = await server.run(environment, timeout_s=30.0, **{"max_turns": 10} | lease)
+    (trajectory,) = await server.run(
+        environment, timeout_s=30.0, **{"max_turns": 10} | lease
+    )
     await server.check_ledger()
     return trajectory
 
@@ -53,7 +60,9 @@ def load(server: EpisodeServer, *names: str, try_reset: bool = False) -> None:
     server.load("example_tools", *names, timeout_s=30.0, try_reset=try_reset)
 
 
-async def test_calls_and_results_of_several_turns_are_one_conversation(tmp_path: Path) -> None:
+async def test_calls_and_results_of_several_turns_are_one_conversation(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path) as server:
         load(server, "Adding")
         trajectory = await run(server, "Adding")
@@ -65,7 +74,10 @@ async def test_calls_and_results_of_several_turns_are_one_conversation(tmp_path:
         # The tools stand in the prompt, and each result behind the calls.
         assert '"name": "add"' in trajectory.prompt_text
         assert trajectory.reply_text.count("<tool_call>") == 3
-        assert "</tool_call><|im_end|>\n<|im_start|>tool\nok<|im_end|>\n" in trajectory.reply_text
+        assert (
+            "</tool_call><|im_end|>\n<|im_start|>tool\nok<|im_end|>\n"
+            in trajectory.reply_text
+        )
 
 
 async def test_a_served_environment_gets_calls_too(tmp_path: Path) -> None:
@@ -75,7 +87,9 @@ async def test_a_served_environment_gets_calls_too(tmp_path: Path) -> None:
         assert (trajectory.status, trajectory.reward) == (Status.COMPLETED, 8.0)
 
 
-async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: Path) -> None:
+async def test_other_tools_begin_a_branch_that_the_model_reads_whole(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path) as server:
         load(server, "Changing")
         trajectory = await run(server, "Changing")
@@ -84,7 +98,9 @@ async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: P
         assert trajectory.branches == (Branch(2), Branch(2), Branch(2))
         samples = server.samples()
         assert recorded(trajectory) == samples
-        first, second, third = (server.engine.tokenizer.decode(prompt) for prompt, _ in samples)
+        first, second, third = (
+            server.engine.tokenizer.decode(prompt) for prompt, _ in samples
+        )
         assert '"add", "description"' in first
         assert '"name": "look", "parameters"' in second
         assert '"add", "description"' not in second
@@ -95,13 +111,19 @@ async def test_other_tools_begin_a_branch_that_the_model_reads_whole(tmp_path: P
         assert f"I call.{call}" in third
         # A run that allows one branch ends there, with what the environment has given.
         cut = await run(server, "Changing", max_branches=2)
-        assert (cut.status, cut.num_turns, len(cut.branches)) == (Status.TRUNCATED, 2, 2)
+        assert (cut.status, cut.num_turns, len(cut.branches)) == (
+            Status.TRUNCATED,
+            2,
+            2,
+        )
         room = sum(map(len, samples[0])) + len(samples[1][0])
         cut = await run(server, "Changing", max_total_tokens=room)
         assert (cut.status, cut.num_turns, cut.branches) == (Status.TRUNCATED, 1, ())
 
 
-async def test_an_engine_that_fails_in_a_later_branch_fails_the_episode_alone(tmp_path: Path):
+async def test_an_engine_that_fails_in_a_later_branch_fails_the_episode_alone(
+    tmp_path: Path,
+):
     async with serving(tmp_path) as server:
 
         def script_and_fail(prompt: str) -> str:
@@ -117,7 +139,9 @@ async def test_an_engine_that_fails_in_a_later_branch_fails_the_episode_alone(tm
         assert trajectory.num_sampled_tokens == len(server.engine.samples[0].tokens)
 
 
-async def test_results_that_cannot_follow_a_sampled_reply_begin_a_branch(tmp_path: Path) -> None:
+async def test_results_that_cannot_follow_a_sampled_reply_begin_a_branch(
+    tmp_path: Path,
+) -> None:
     async with serving(tmp_path, template=DEMANDING) as server:
         load(server, "Adding")
         trajectory = await run(server, "Adding")
@@ -141,7 +165,9 @@ def ask_and_answer(prompt: str) -> str:
 
 
 async def test_the_tools_of_the_guide_answer_the_model(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "environments.md").read_text()
+    page = (
+        Path(__file__).parents[2] / "docs" / "guides" / "environments.md"
+    ).read_text()
     (text,) = re.findall(r"```python\n([^`]*class WarmerTown[^`]*)```", page)
     (tmp_path / "shown.py").write_text(text)
     shown = runpy.run_path(str(tmp_path / "shown.py"))["WarmerTown"]
@@ -150,7 +176,9 @@ async def test_the_tools_of_the_guide_answer_the_model(tmp_path: Path) -> None:
         trajectory = await run(server, "served")
         assert (trajectory.status, trajectory.failure) == (Status.COMPLETED, None)
         assert (trajectory.reward, trajectory.metrics) == (1.0, {"calls": 3.0})
-        results = re.findall(r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", trajectory.reply_text)
+        results = re.findall(
+            r"<\|im_start\|>tool\n(.*?)<\|im_end\|>", trajectory.reply_text
+        )
         assert results == ["21.5", "4.0", "unknown town"]
 
 
@@ -162,10 +190,14 @@ async def test_reasoning_comes_apart_from_the_answer(tmp_path: Path) -> None:
         assert "<think>" not in trajectory.prompt_text
         # The same server, for an environment that does not want it.
         off = await run(server, "Thinking", values='{"enable_thinking": false}')
-        assert off.prompt_text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+        assert off.prompt_text.endswith(
+            "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+        )
 
 
-async def test_a_reply_to_an_environment_without_tools_keeps_its_whole_text(tmp_path: Path) -> None:
+async def test_a_reply_to_an_environment_without_tools_keeps_its_whole_text(
+    tmp_path: Path,
+) -> None:
     config = agent_config(
         make_chat_model(tmp_path, with_weights=False),
         tool_parser="qwen3_coder",
@@ -186,8 +218,12 @@ async def test_a_reply_to_an_environment_without_tools_keeps_its_whole_text(tmp_
     assert (read.reasoning, read.content) == ("Hm.", "")
 
 
-async def test_tools_without_a_parser_are_refused_when_they_are_first_named(tmp_path: Path) -> None:
-    cause = "tools need rollout_server.tool_parser, the reader of the model's tool calls"
+async def test_tools_without_a_parser_are_refused_when_they_are_first_named(
+    tmp_path: Path,
+) -> None:
+    cause = (
+        "tools need rollout_server.tool_parser, the reader of the model's tool calls"
+    )
     async with serving(tmp_path, tool_parser=None) as server:
         load(server, "Adding", try_reset=True)
         report = await server.connection.wait_for("environment")

@@ -13,7 +13,9 @@ from support.rigs.run_processes import rows_of
 from support.rigs.waiting import LIMIT_S
 
 
-async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path, monkeypatch):
+async def test_all_trackers_at_once_take_every_step_and_the_evaluations(
+    tmp_path, monkeypatch
+):
     tools.add_packages("trackers", monkeypatch)
     for package in ("wandb", "tensorboard", "mlflow", "sqlalchemy"):
         pytest.importorskip(package, reason=f"{package} is not installed: {tools.HOW}")
@@ -37,12 +39,18 @@ async def test_all_trackers_at_once_take_every_step_and_the_evaluations(tmp_path
     rewards = client.get_metric_history(run_ids["mlflow"], "reward_mean")
     assert [metric.step for metric in rewards] == [1, 2, 3]
     tables = sorted((config.run_dir / "mlartifacts").glob("*/artifacts/samples/*.json"))
-    assert [table.name for table in tables] == [f"step-00000{step}.json" for step in (1, 2, 3)]
+    assert [table.name for table in tables] == [
+        f"step-00000{step}.json" for step in (1, 2, 3)
+    ]
     table = json.loads(tables[2].read_text())
-    assert table["data"] and {len(row) for row in table["data"]} == {len(table["columns"])}
+    assert table["data"] and {len(row) for row in table["data"]} == {
+        len(table["columns"])
+    }
     heldout = client.get_metric_history(run_ids["mlflow"], "held/pass_at_1")
     assert [metric.step for metric in heldout] == [0, 3]
-    (offline,) = (config.run_dir / "wandb").glob(f"offline-run-*-{run_ids['wandb']}/*.wandb")
+    (offline,) = (config.run_dir / "wandb").glob(
+        f"offline-run-*-{run_ids['wandb']}/*.wandb"
+    )
     assert offline.read_bytes().count(b"held/reward_mean") >= 2
     assert len(list(offline.parent.glob("files/media/table/samples_*.table.json"))) == 3
 
@@ -52,7 +60,9 @@ def other_package(folder: Path, source: str, group: str, entry: str) -> Path:
     info = folder / "strange-1.0.dist-info"
     info.mkdir(parents=True)
     (folder / "strange.py").write_text(source)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: strange\nVersion: 1.0\n"
+    )
     (info / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
     return folder
 
@@ -85,7 +95,9 @@ class Lines:
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = other_package(tmp_path / "other", TRACKER, "slipstream.trackers", "x=strange:Lines")
+    package = other_package(
+        tmp_path / "other", TRACKER, "slipstream.trackers", "x=strange:Lines"
+    )
     with (package / "strange-1.0.dist-info" / "entry_points.txt").open("a") as file:
         file.write("[slipstream.settings]\nx=strange:Table\n")
     monkeypatch.syspath_prepend(package)
@@ -93,13 +105,19 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("package")
-async def test_a_tracker_of_another_package_takes_the_rows_as_its_table_says(tmp_path) -> None:
+async def test_a_tracker_of_another_package_takes_the_rows_as_its_table_says(
+    tmp_path,
+) -> None:
     table = {"digits": 3}
-    config = make_config(tmp_path, run__steps=3, tracking__trackers=["x"], extensions__x=table)
+    config = make_config(
+        tmp_path, run__steps=3, tracking__trackers=["x"], extensions__x=table
+    )
     summary = await play(config)
     assert (summary["code"], summary["steps"]) == (0, 3)
     message = (config.run_dir / f"{config.run.name}.jsonl").read_text().splitlines()
-    expected = [[row["step"], round(row["reward_mean"], 3)] for row in rows_of(config.run_dir)]
+    expected = [
+        [row["step"], round(row["reward_mean"], 3)] for row in rows_of(config.run_dir)
+    ]
     assert list(map(json.loads, message)) == expected
 
 
@@ -148,8 +166,12 @@ print(storage.read("run/a", until, most=7).decode(), storage.keys("run", until))
 """
 
 
-def test_a_storage_of_another_package_keeps_versions(tmp_path: Path, monkeypatch) -> None:
-    package = other_package(tmp_path / "other", STORAGE, "fsspec.specs", "shelf=strange.Shelf")
+def test_a_storage_of_another_package_keeps_versions(
+    tmp_path: Path, monkeypatch
+) -> None:
+    package = other_package(
+        tmp_path / "other", STORAGE, "fsspec.specs", "shelf=strange.Shelf"
+    )
     monkeypatch.setenv("PYTHONPATH", str(package))
     (tmp_path / "shelf").mkdir()
     done = subprocess.run(

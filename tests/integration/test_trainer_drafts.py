@@ -91,7 +91,9 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("layout", ["one-away", "tp2", "tp2-sequences", "dp2"])
-def test_layouts_train_the_layer_like_one_rank(layout: str, found: dict[str, dict]) -> None:
+def test_layouts_train_the_layer_like_one_rank(
+    layout: str, found: dict[str, dict]
+) -> None:
     ours = found[layout]
     one_rank = found["one"]
     assert torch.equal(ours["values"][0], one_rank["values"][0])
@@ -120,7 +122,9 @@ def test_the_layer_learns(layout: str, found: dict[str, dict]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_layer_is_published_with_the_weights(layout: str, found: dict[str, dict]) -> None:
+def test_the_layer_is_published_with_the_weights(
+    layout: str, found: dict[str, dict]
+) -> None:
     ours = found[layout]
     drafts = [name for name in ours["names"] if name.startswith("draft.")]
     assert len(drafts) == 9
@@ -129,7 +133,9 @@ def test_the_layer_is_published_with_the_weights(layout: str, found: dict[str, d
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_loaded_layer_goes_on_bit_for_bit(layout: str, found: dict[str, dict]) -> None:
+def test_a_loaded_layer_goes_on_bit_for_bit(
+    layout: str, found: dict[str, dict]
+) -> None:
     ours = found[layout]
     assert torch.equal(ours["loaded"], ours["values"][2])
     assert torch.equal(ours["again"], ours["values"][3])

@@ -34,8 +34,12 @@ def make_large(folder: Path) -> None:
     for name, factors in LARGE.items():
         target = folder / name
         target.mkdir()
-        (target / "config.json").write_text((folder / "llama" / "config.json").read_text())
-        scaled = tensors | {matrix: tensors[matrix] * factor for matrix, factor in factors.items()}
+        (target / "config.json").write_text(
+            (folder / "llama" / "config.json").read_text()
+        )
+        scaled = tensors | {
+            matrix: tensors[matrix] * factor for matrix, factor in factors.items()
+        }
         save_file(scaled, target / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -56,7 +60,9 @@ def run_rank(folder: Path, job: str) -> None:
         values = critic(folder, dtype)
     else:
         layout = "one" if launch.world_size == 1 else "pp2"
-        config = config_of(f"{layout}@{dtype}", folder, model={"path": str(folder / name)})
+        config = config_of(
+            f"{layout}@{dtype}", folder, model={"path": str(folder / name)}
+        )
         policy, step = opened_step(config)
         values = ""
         try:
@@ -155,12 +161,17 @@ def by_dtype(rank_pool: RankPool, folder: Path) -> dict[str, dict[str, dict]]:
 def answers(pool: RankPool, folder: Path, job: str, world_size: int = 1) -> list:
     """What each rank says about a job."""
     pool.run(PROGRAM, [job], world_size=world_size, folder=folder)
-    return [json.loads((folder / f"{job}-{rank}.json").read_text()) for rank in range(world_size)]
+    return [
+        json.loads((folder / f"{job}-{rank}.json").read_text())
+        for rank in range(world_size)
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_float16_is_nearer_to_float32_than_bfloat16_is(layout, by_dtype):
-    exact, fine, coarse = (by_dtype[d][layout] for d in ("float32", "float16", "bfloat16"))
+    exact, fine, coarse = (
+        by_dtype[d][layout] for d in ("float32", "float16", "bfloat16")
+    )
     # Rounding decides about a route that is as good as another, so a mean would hang on one token.
     gaps = [
         float((rank_values["logprobs"][0] - exact["logprobs"][0]).abs().median())
@@ -191,7 +202,9 @@ def test_layouts_train_alike_in_float16(rank_pool: RankPool, folder: Path) -> No
     assert max(comparison.values()) <= parity_run.TOLERANCES["float16"], comparison
 
 
-def test_a_scale_that_cannot_fall_leaves_weights_and_scale_as_they_were(rank_pool, folder):
+def test_a_scale_that_cannot_fall_leaves_weights_and_scale_as_they_were(
+    rank_pool, folder
+):
     (answer,) = answers(rank_pool, folder, "stuck")
     assert answer["error"].startswith("the gradient norm is ")
     assert answer["error"].endswith("; the weights were not changed")
@@ -199,7 +212,9 @@ def test_a_scale_that_cannot_fall_leaves_weights_and_scale_as_they_were(rank_poo
     assert answer["scale"] == 2.0**24
 
 
-def test_an_overflow_of_one_part_lowers_the_scale_of_all_parameters(rank_pool, folder, by_dtype):
+def test_an_overflow_of_one_part_lowers_the_scale_of_all_parameters(
+    rank_pool, folder, by_dtype
+):
     (answer,) = answers(rank_pool, folder, "parts")
     dense, experts = answer["overflows"]
     # Megatron gives each part a scale of its own, which would be others now.
@@ -212,7 +227,9 @@ def test_an_overflow_of_one_part_lowers_the_scale_of_all_parameters(rank_pool, f
 
 
 def test_a_critic_trains_in_float16(rank_pool: RankPool, folder: Path) -> None:
-    (ours,), (exact,) = (answers(rank_pool, folder, f"critic@float{n}") for n in (16, 32))
+    (ours,), (exact,) = (
+        answers(rank_pool, folder, f"critic@float{n}") for n in (16, 32)
+    )
     assert ours["critic_gradient_overflows"] >= 0
     assert "critic_gradient_overflows" not in exact
     for name in ("critic_grad_norm", "value_loss", "value_mean"):
@@ -227,16 +244,23 @@ def test_a_model_that_exceeds_the_range_ends_its_run_at_the_first_step_on_every_
     all_answers = answers(rank_pool, folder, f"{model}@float16", world_size)
     assert len(set(all_answers)) == 1
     message = (
-        r'the loss is nan; .* weights are at fault, not the batch; float16 .* = "bfloat16" may'
+        r"the loss is nan; .* weights are at fault, not the batch; float16 .* "
+        r'= "bfloat16" may'
     )
     assert re.match(message, all_answers[0]), all_answers[0]
-    assert answers(rank_pool, folder, f"{model}@bfloat16", world_size) == [""] * world_size
+    assert (
+        answers(rank_pool, folder, f"{model}@bfloat16", world_size) == [""] * world_size
+    )
 
 
-def test_an_exported_folder_is_in_float16(folder: Path, by_dtype: dict[str, dict[str, dict]]):
+def test_an_exported_folder_is_in_float16(
+    folder: Path, by_dtype: dict[str, dict[str, dict]]
+):
     final = folder / "one@float16-final"
     assert json.loads((final / "config.json").read_text())["dtype"] == "float16"
     tensors = load_file(final / "model.safetensors")
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float16}
     weights = by_dtype["float16"]["one"]["weights"]
-    assert all(torch.equal(tensor.float(), weights[name]) for name, tensor in tensors.items())
+    assert all(
+        torch.equal(tensor.float(), weights[name]) for name, tensor in tensors.items()
+    )

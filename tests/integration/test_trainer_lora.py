@@ -33,10 +33,14 @@ pytestmark = [pytest.mark.long_but("one"), pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest) -> dict[str, dict]:
+def found(
+    folder: Path, rank_pool: RankPool, request: pytest.FixtureRequest
+) -> dict[str, dict]:
     """What rank 0 of each job saw."""
     other_jobs = chosen_jobs(request, MIXTURES | EXPERTS)
-    jobs = dict.fromkeys([*jobs_of_file(request, JOBS), *map(reference, other_jobs), *other_jobs])
+    jobs = dict.fromkeys(
+        [*jobs_of_file(request, JOBS), *map(reference, other_jobs), *other_jobs]
+    )
     sizes = {job: lora_ranks.ALL[job][0] for job in jobs}
     return rank_pool.found(lora_ranks, sizes, folder, "lora-{}.pt")
 
@@ -78,7 +82,9 @@ def check_alike(ours: dict, theirs: dict) -> None:
 def test_adapters_begin_without_effect_and_move_only_their_matrices(job, folder, found):
     stored = load_file(folder / JOBS[job][1] / "model.safetensors")
     assert all(torch.equal(found[job]["before"][name], stored[name]) for name in stored)
-    moved = [n for n, t in found[job]["weights"].items() if not torch.equal(t, stored[n])]
+    moved = [
+        n for n, t in found[job]["weights"].items() if not torch.equal(t, stored[n])
+    ]
     assert len(moved) == NUM_ADAPTED
     assert all(name.endswith("_proj.weight") for name in moved)
 
@@ -93,7 +99,9 @@ def test_only_adapters_have_optimizer_state(found: dict[str, dict]) -> None:
     assert found["tp2"]["state_elements"] == 2 * elements // 2
 
 
-def test_first_gradient_is_that_of_the_whole_matrix_seen_through_the_adapter(folder, found):
+def test_first_gradient_is_that_of_the_whole_matrix_seen_through_the_adapter(
+    folder, found
+):
     config = config_of("one", folder)
     gradients = whole_gradients(folder / "llama", config)
     first = load_file(folder / "lora-one-first" / "adapter_model.safetensors")
@@ -102,9 +110,16 @@ def test_first_gradient_is_that_of_the_whole_matrix_seen_through_the_adapter(fol
         prefix = f"base_model.model.{name.removesuffix('.weight')}"
         if f"{prefix}.lora_A.weight" in first:
             # B is 0, so A has no gradient yet, and B has alpha / rank * dW A^T.
-            squares += (SCALE * gradient @ first[f"{prefix}.lora_A.weight"].T).square().sum().item()
+            squares += (
+                (SCALE * gradient @ first[f"{prefix}.lora_A.weight"].T)
+                .square()
+                .sum()
+                .item()
+            )
     assert squares > 0
-    assert found["one"]["metrics"][0]["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
+    assert found["one"]["metrics"][0]["grad_norm"] == pytest.approx(
+        squares**0.5, rel=1e-5
+    )
 
 
 def whole_gradients(path: Path, config: object) -> dict[str, torch.Tensor]:
@@ -118,7 +133,9 @@ def whole_gradients(path: Path, config: object) -> dict[str, torch.Tensor]:
     for t in batch.trajectories:
         group = np.array(rewards[t.group_id])
         advantage = (t.reward - group.mean()) / (group.std() + 1e-6)
-        policy = target_logprobs(model, t.token_ids, 0.8)[torch.from_numpy(t.sampled_mask())[1:]]
+        policy = target_logprobs(model, t.token_ids, 0.8)[
+            torch.from_numpy(t.sampled_mask())[1:]
+        ]
         gap = policy.detach() - torch.from_numpy(t.behavior_logprobs.copy())
         total = total - (gap.exp().clamp(max=1.2) * advantage * policy).sum()
     (total / sum(t.num_sampled_tokens for t in batch.trajectories)).backward()
@@ -134,7 +151,9 @@ def target_logprobs(
 
 
 @pytest.mark.parametrize("job", ["one"])
-def test_an_export_that_ends_early_has_written_adapters_and_hinders_no_other(job, folder, found):
+def test_an_export_that_ends_early_has_written_adapters_and_hinders_no_other(
+    job, folder, found
+):
     assert found[job]
     assert (folder / f"lora-{job}-cut-adapters" / "adapter_model.safetensors").exists()
     assert not (folder / f"lora-{job}-cut").exists()
@@ -147,16 +166,23 @@ SENDERS = {"pp2-tied": [0, 1], "ep2-moe": [0, 1]}
 def sent(job: str, folder: Path) -> list[dict]:
     """What each rank sends in a run with `lora.publish = "adapters"`."""
     ranks = range((JOBS | MIXTURES)[job][0])
-    return [torch.load(folder / f"lora-{job}-sent-{rank}.pt", weights_only=True) for rank in ranks]
+    return [
+        torch.load(folder / f"lora-{job}-sent-{rank}.pt", weights_only=True)
+        for rank in ranks
+    ]
 
 
 @pytest.mark.parametrize("job", list(JOBS))
-def test_matrices_and_adapters_that_are_sent_apart_are_those_of_the_files(job, folder, found):
+def test_matrices_and_adapters_that_are_sent_apart_are_those_of_the_files(
+    job, folder, found
+):
     check_sent(job, folder, load_file(folder / JOBS[job][1] / "model.safetensors"))
 
 
 @pytest.mark.parametrize("job", MIXTURES)
-def test_ranks_that_hold_no_adapters_take_part_when_these_are_sent_alone(job, folder, found):
+def test_ranks_that_hold_no_adapters_take_part_when_these_are_sent_alone(
+    job, folder, found
+):
     check_sent(job, folder, found[job]["before"])
     holding = [bool(rank["alone"]["tensors"]) for rank in sent(job, folder)]
     assert any(holding)
@@ -170,32 +196,48 @@ def check_sent(job: str, folder: Path, stored: dict[str, torch.Tensor]) -> None:
     for rank in ranks:
         # No plan covers the rows of a delta net.
         is_planned = "qwen35" not in job
-        assert rank["kinds"] == ["PlannedFilling" if is_planned else "BridgeFilling"] * 2
+        assert (
+            rank["kinds"] == ["PlannedFilling" if is_planned else "BridgeFilling"] * 2
+        )
         assert rank["senders"] == SENDERS.get(job, [0])
         # Facts that a publish that begins with its order says beforehand.
         assert rank["announced"] == rank["alone"]["buckets"]
         assert rank["alone"]["scale"] == rank["whole"]["scale"] == SCALE
         assert sorted(rank["alone"]["adapters"]) == sorted(adapters)
-    whole_tensors = {n: t for rank in ranks for n, t in rank["whole"]["tensors"].items()}
+    whole_tensors = {
+        n: t for rank in ranks for n, t in rank["whole"]["tensors"].items()
+    }
     alone = {n: t for rank in ranks for n, t in rank["alone"]["tensors"].items()}
     assert set(alone) == set(adapters)
     assert all(torch.equal(alone[name], adapters[name]) for name in adapters)
     assert set(whole_tensors) >= set(stored) | set(adapters)
-    assert all(torch.equal(whole_tensors[name], tensor) for name, tensor in stored.items())
-    assert all(torch.equal(whole_tensors[name], tensor) for name, tensor in adapters.items())
+    assert all(
+        torch.equal(whole_tensors[name], tensor) for name, tensor in stored.items()
+    )
+    assert all(
+        torch.equal(whole_tensors[name], tensor) for name, tensor in adapters.items()
+    )
 
 
 @pytest.mark.parametrize("job", list(JOBS))
-def test_identity_is_that_of_matrices_and_adapters_whatever_was_sent(job, folder, found):
+def test_identity_is_that_of_matrices_and_adapters_whatever_was_sent(
+    job, folder, found
+):
     ranks = sent(job, folder)
     alike = sent(reference(job), folder)
     for rank in ranks:
-        assert rank["identity"] == rank["whole"]["identity"] != rank["alone"]["identity"]
+        assert (
+            rank["identity"] == rank["whole"]["identity"] != rank["alone"]["identity"]
+        )
         assert rank["first_identity"] == alike[0]["first_identity"] != rank["identity"]
 
 
-@pytest.mark.parametrize("job", each_job(["one", "tp2-sp-qwen3", "pp2-tied", *EXPERTS], SLOW))
-def test_folders_that_are_written_beside_training_are_those_of_an_export(job, folder, found):
+@pytest.mark.parametrize(
+    "job", each_job(["one", "tp2-sp-qwen3", "pp2-tied", *EXPERTS], SLOW)
+)
+def test_folders_that_are_written_beside_training_are_those_of_an_export(
+    job, folder, found
+):
     exports = folder / f"lora-{job}-run" / "exports"
     name = f"step-{STEPS:06d}"
     for beside, export in ((name, "merged"), (f"{name}-adapters", "adapters")):
@@ -216,13 +258,18 @@ def files_of(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_frozen_matrix_that_moved_stops_the_run(folder: Path, found: dict[str, dict]) -> None:
+def test_a_frozen_matrix_that_moved_stops_the_run(
+    folder: Path, found: dict[str, dict]
+) -> None:
     assert "is frozen, but changed during the run" in sent("one", folder)[0]["moved"]
 
 
 @pytest.mark.parametrize(
     "job",
-    each_job(["one", "tp2-sp-qwen3", "pp2-tied", "one-qwen35", "tp2-sp-qwen35", *EXPERTS], SLOW),
+    each_job(
+        ["one", "tp2-sp-qwen3", "pp2-tied", "one-qwen35", "tp2-sp-qwen35", *EXPERTS],
+        SLOW,
+    ),
 )
 def test_merged_matrices_are_those_of_the_files_and_products_of_the_adapter_folder(
     job: str, folder: Path, found: dict[str, dict]
@@ -241,13 +288,27 @@ def test_merged_matrices_are_those_of_the_files_and_products_of_the_adapter_fold
             assert (a.shape[0], b.shape[1]) == (RANK, RANK)
             expected = base + SCALE * b @ a
             moved += ".experts." in name and not torch.equal(expected, base)
-        torch.testing.assert_close(ours["weights"][name], expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            ours["weights"][name], expected, rtol=1e-6, atol=1e-7
+        )
     # gate, up and down of 4 experts in each layer; one that no token chose would stay.
     assert moved >= 0.8 * sum(".experts." in name for name in stored)
-    latent = {name.split(".")[4] for name in stored if "_a_proj" in name or "_b_proj" in name}
-    latent |= {name.split(".")[4] for name in stored if ".linear_attn." in name and "_proj" in name}
-    settings = json.loads((folder / f"lora-{job}-adapters" / "adapter_config.json").read_text())
-    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == ("LORA", RANK, ALPHA)
+    latent = {
+        name.split(".")[4] for name in stored if "_a_proj" in name or "_b_proj" in name
+    }
+    latent |= {
+        name.split(".")[4]
+        for name in stored
+        if ".linear_attn." in name and "_proj" in name
+    }
+    settings = json.loads(
+        (folder / f"lora-{job}-adapters" / "adapter_config.json").read_text()
+    )
+    assert (settings["peft_type"], settings["r"], settings["lora_alpha"]) == (
+        "LORA",
+        RANK,
+        ALPHA,
+    )
     assert latent <= set(settings["target_modules"])
     for name in set(settings["target_modules"]):
         # Every named matrix has adapters in every layer that has the matrix.
@@ -262,13 +323,21 @@ def test_merged_matrices_are_those_of_the_files_and_products_of_the_adapter_fold
             if name_of_tensor.endswith(f".{name}.lora_B.weight")
         ]
         assert len(weights) == len(lora) > 0
-    model = AutoModelForCausalLM.from_pretrained(folder / f"lora-{job}-merged", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / f"lora-{job}-merged", dtype=torch.float32
+    )
     with torch.no_grad():
-        merged = [target_logprobs(model, ids, 1.0) for ids in probe(config_of(job, folder))]
-    torch.testing.assert_close(torch.cat(merged), ours["logprobs"][-1], rtol=1e-5, atol=1e-5)
+        merged = [
+            target_logprobs(model, ids, 1.0) for ids in probe(config_of(job, folder))
+        ]
+    torch.testing.assert_close(
+        torch.cat(merged), ours["logprobs"][-1], rtol=1e-5, atol=1e-5
+    )
 
 
-@pytest.mark.parametrize("job", each_job(["experts-one", "experts-etp2", "experts-tp2-ep2"], SLOW))
+@pytest.mark.parametrize(
+    "job", each_job(["experts-one", "experts-etp2", "experts-tp2-ep2"], SLOW)
+)
 def test_adapters_of_experts_that_are_switched_off_have_no_effect(job, found):
     ours = found[job]
     assert torch.equal(ours["switched_off"], ours["base"])
@@ -276,15 +345,21 @@ def test_adapters_of_experts_that_are_switched_off_have_no_effect(job, found):
 
 
 @pytest.mark.parametrize("job", each_job(JOBS | EXPERTS, SLOW))
-def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(job: str, found: dict[str, dict]):
+def test_step_after_a_checkpoint_is_the_one_before_bit_by_bit(
+    job: str, found: dict[str, dict]
+):
     ours = found[job]
-    assert any(not torch.equal(ours["loaded"][n], t) for n, t in ours["weights"].items())
+    assert any(
+        not torch.equal(ours["loaded"][n], t) for n, t in ours["weights"].items()
+    )
     for name, tensor in ours["weights"].items():
         assert torch.equal(ours["retrained"][name], tensor), name
 
 
 @pytest.mark.parametrize("job", each_job(OTHERS_CHECKPOINT, SLOW))
-def test_rows_of_a_delta_nets_adapter_find_their_places_in_another_layout(job: str, found: dict):
+def test_rows_of_a_delta_nets_adapter_find_their_places_in_another_layout(
+    job: str, found: dict
+):
     ours = found[job]["loaded_across"]
     theirs = found[OTHERS_CHECKPOINT[job]]["loaded"]
     assert ours.keys() == theirs.keys()

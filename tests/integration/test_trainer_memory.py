@@ -24,13 +24,17 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 def test_offloading_changes_no_bit(name: str, found: dict[str, dict]) -> None:
     plain = found[name.removesuffix("-offload")]
     for key in ("grad_norm", "loss", "entropy"):
-        assert [m[key] for m in found[name]["metrics"]] == [m[key] for m in plain["metrics"]]
+        assert [m[key] for m in found[name]["metrics"]] == [
+            m[key] for m in plain["metrics"]
+        ]
     assert found[name]["digests"] == plain["digests"]
     assert torch.equal(found[name]["logprobs"], plain["logprobs"])
 
 
 @pytest.mark.parametrize("name", OFFLOADED)
-def test_offloaded_bytes_are_gone_between_steps_and_back_inside(name: str, found: dict[str, dict]):
+def test_offloaded_bytes_are_gone_between_steps_and_back_inside(
+    name: str, found: dict[str, dict]
+):
     plain = found[name.removesuffix("-offload")]
     for between in found[name]["between"]:
         assert between == {"parameters": 0, "gradients": 0, "optimizer": 0}
@@ -38,7 +42,9 @@ def test_offloaded_bytes_are_gone_between_steps_and_back_inside(name: str, found
     assert all(size > 0 for size in plain["inside"].values())
 
 
-def test_distributed_optimizer_divides_its_bytes_by_the_replicas(found: dict[str, dict]) -> None:
+def test_distributed_optimizer_divides_its_bytes_by_the_replicas(
+    found: dict[str, dict],
+) -> None:
     replicated = found["replicated"]["inside"]
     # float32 weights are their own master weights, in the whole case and in the divided one.
     assert replicated["optimizer"] == 2 * replicated["parameters"]
@@ -49,7 +55,9 @@ def test_distributed_optimizer_divides_its_bytes_by_the_replicas(found: dict[str
     assert half["optimizer"] == pytest.approx(6 * half["parameters"] / 2, rel=0.05)
 
 
-def test_bfloat16_has_float32_master_weights_moments_and_gradients(found: dict[str, dict]) -> None:
+def test_bfloat16_has_float32_master_weights_moments_and_gradients(
+    found: dict[str, dict],
+) -> None:
     for name in ("bf16", "bf16-distributed"):
         assert found[name]["dtypes"] == {
             "parameters": ["torch.bfloat16"],
@@ -58,9 +66,13 @@ def test_bfloat16_has_float32_master_weights_moments_and_gradients(found: dict[s
         }
 
 
-def test_bfloat16_trains_like_float32_within_its_rounding(found: dict[str, dict]) -> None:
+def test_bfloat16_trains_like_float32_within_its_rounding(
+    found: dict[str, dict],
+) -> None:
     for name in ("bf16", "bf16-distributed"):
-        for ours, exact in zip(found[name]["metrics"], found["plain"]["metrics"], strict=True):
+        for ours, exact in zip(
+            found[name]["metrics"], found["plain"]["metrics"], strict=True
+        ):
             assert ours["loss"] == pytest.approx(exact["loss"], abs=0.03)
             assert ours["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.05)
         gap = (found[name]["logprobs"] - found["plain"]["logprobs"]).abs()

@@ -40,7 +40,11 @@ LAYOUTS: dict[str, tuple[int, str, dict[str, dict]]] = {
     "one-offload": (1, "llama", {"learner": {"offload": ALL_AWAY}}),
     "tp2": (2, "llama", {"learner": TP2}),
     "pp2": (2, "llama", {"learner": {"parallel": {"pp": 2}}}),
-    "dp2-distributed-bfloat16": (2, "llama", {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}),
+    "dp2-distributed-bfloat16": (
+        2,
+        "llama",
+        {"learner": OVERLAP, "model": {"dtype": "bfloat16"}},
+    ),
     "ep2-experts": (2, "moe", {"learner": {"parallel": {"ep": 2}}}),
 }
 # Layouts that others show too, so that it need not be tried at every change.
@@ -57,12 +61,18 @@ def config_of(job: str, folder: Path) -> Config:
     layout, adapter = job.split()
     world_size, model, changes = LAYOUTS[layout]
     settings = {
-        "learner": {"world_size": world_size, "grad_clip": 0.05, "micro_batch_tokens": 400},
+        "learner": {
+            "world_size": world_size,
+            "grad_clip": 0.05,
+            "micro_batch_tokens": 400,
+        },
         # Two groups for each adapter, of which one has unequal rewards.
         "algorithm": {"groups_per_step": 4},
         "lora": {"rank": 4, "alpha": 8.0},
     }
-    lora_settings = {"adapters": list(NAMES), "publish": "adapters"} if adapter == ALL else {}
+    lora_settings = (
+        {"adapters": list(NAMES), "publish": "adapters"} if adapter == ALL else {}
+    )
     return settings_of(folder / model, settings, changes, {"lora": lora_settings})
 
 
@@ -76,7 +86,8 @@ def named_batches(config: Config) -> list[Batch]:
             for place, group in enumerate(groups)
         }
         trajectories = (
-            dataclasses.replace(t, adapter=name_of[t.group_id]) for t in batch.trajectories
+            dataclasses.replace(t, adapter=name_of[t.group_id])
+            for t in batch.trajectories
         )
         found.append(dataclasses.replace(batch, trajectories=tuple(trajectories)))
     return found
@@ -91,7 +102,10 @@ def batches_of(job: str, config: Config) -> list[Batch]:
     parts = [dict(batch.by_adapter(NAMES)).get(adapter) for batch in batches]
     return [
         dataclasses.replace(
-            part, trajectories=tuple(dataclasses.replace(t, adapter="") for t in part.trajectories)
+            part,
+            trajectories=tuple(
+                dataclasses.replace(t, adapter="") for t in part.trajectories
+            ),
         )
         for part in parts
         if part is not None
@@ -104,7 +118,9 @@ def adapters_of(policy: Policy) -> dict[str, dict[str, torch.Tensor]]:
     found = {}
     for name in policy.adapters.names:
         with policy.adapters.active(name):
-            found[name] = {n: t.clone() for n, t in adapter_tensors(policy, torch.float32)}
+            found[name] = {
+                n: t.clone() for n, t in adapter_tensors(policy, torch.float32)
+            }
     return found
 
 
@@ -153,12 +169,15 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("one_thread")]
 
 
 for_layouts = pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS]
+    "layout",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS],
 )
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, folder: Path, rank_pool: RankPool) -> dict[str, dict]:
+def found(
+    request: pytest.FixtureRequest, folder: Path, rank_pool: RankPool
+) -> dict[str, dict]:
     """What the jobs of the layouts saw whose tests are run."""
     items = (item for item in request.session.items if item.path == request.path)
     expected = sorted({item.callspec.params["layout"] for item in items})
@@ -166,24 +185,33 @@ def found(request: pytest.FixtureRequest, folder: Path, rank_pool: RankPool) -> 
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[n], theirs[n]) for n in ours
+    )
 
 
 @pytest.mark.parametrize("name", ["code", "math"])
 @for_layouts
-def test_each_adapter_is_trained_bit_for_bit_as_in_a_run_of_its_own(layout, name, found):
+def test_each_adapter_is_trained_bit_for_bit_as_in_a_run_of_its_own(
+    layout, name, found
+):
     ours = found[f"{layout} {ALL}"]
     alone = found[f"{layout} {name}"]
     assert same(ours["before"][name], alone["before"][""])
     for step, adapters in alone["steps"].items():
         assert same(ours["steps"][step][name], adapters[""]), step
         for key in ("loss", "grad_norm", "entropy", "kl", "trained_tokens"):
-            assert ours["metrics"][step][f"adapter/{name}/{key}"] == alone["metrics"][step][key]
+            assert (
+                ours["metrics"][step][f"adapter/{name}/{key}"]
+                == alone["metrics"][step][key]
+            )
     assert not same(ours["steps"][0][name], ours["before"][name])
 
 
 @for_layouts
-def test_an_adapter_without_sequences_is_not_changed_by_a_step(layout: str, found: dict[str, dict]):
+def test_an_adapter_without_sequences_is_not_changed_by_a_step(
+    layout: str, found: dict[str, dict]
+):
     ours = found[f"{layout} {ALL}"]
     # The adapter has momentum from the first step, and weights decay.
     assert same(ours["steps"][1]["code"], ours["steps"][0]["code"])
@@ -193,7 +221,9 @@ def test_an_adapter_without_sequences_is_not_changed_by_a_step(layout: str, foun
 
 
 @for_layouts
-def test_gradients_of_an_adapter_are_clipped_by_its_own_norm(layout: str, found: dict[str, dict]):
+def test_gradients_of_an_adapter_are_clipped_by_its_own_norm(
+    layout: str, found: dict[str, dict]
+):
     metrics = found[f"{layout} {ALL}"]["metrics"][0]
     norms = [metrics[f"adapter/{name}/grad_norm"] for name in ("code", "math")]
     # Both are cut: by the norm of all gradients together each would differ from its own run.
@@ -202,7 +232,9 @@ def test_gradients_of_an_adapter_are_clipped_by_its_own_norm(layout: str, found:
 
 
 @for_layouts
-def test_adapters_go_on_from_a_checkpoint_bit_for_bit(layout: str, found: dict[str, dict]) -> None:
+def test_adapters_go_on_from_a_checkpoint_bit_for_bit(
+    layout: str, found: dict[str, dict]
+) -> None:
     ours = found[f"{layout} {ALL}"]
     for name in NAMES:
         assert same(ours["loaded"][name], ours["steps"][STEPS - 2][name])

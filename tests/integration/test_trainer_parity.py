@@ -57,7 +57,9 @@ def several_ranks(
     return lambda layout: of_size(LAYOUTS[layout].world_size)
 
 
-def run_layouts(pool: RankPool, folder: Path, world_size: int, chosen: set[str]) -> dict[str, dict]:
+def run_layouts(
+    pool: RankPool, folder: Path, world_size: int, chosen: set[str]
+) -> dict[str, dict]:
     """Results by name: layouts of `chosen` with `world_size` ranks, in turn in the same ranks."""
     all_layouts = LAYOUTS | EXTRAORDINARY
     names = [
@@ -74,17 +76,25 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
     config = config_of(layout, folder)
     plain = PlainPolicy(path, config)
     if config.reference is not None and config.reference.server is None:
-        plain.reference = plain if config.reference.policy else PlainPolicy(path, config)
+        plain.reference = (
+            plain if config.reference.policy else PlainPolicy(path, config)
+        )
     result = one_rank[layout]
-    torch.testing.assert_close(result["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        result["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5
+    )
     for step, batch in enumerate(batches(plain.config)[:PARITY_STEPS]):
         expected = plain.step(batch)
         for name, value in expected.items():
-            assert result["metrics"][step][name] == pytest.approx(value, rel=1e-5, abs=2e-6), (
+            assert result["metrics"][step][name] == pytest.approx(
+                value, rel=1e-5, abs=2e-6
+            ), (
                 step,
                 name,
             )
-    torch.testing.assert_close(result["logprobs"][-1], plain.probe(), rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(
+        result["logprobs"][-1], plain.probe(), rtol=1e-5, atol=2e-5
+    )
     trained = plain.model.state_dict()
     weights = result["weights"]
     model = LAYOUTS[layout].model
@@ -102,8 +112,12 @@ def test_grpo_written_down_again_gives_the_same_bits(one_rank: dict[str, dict]) 
     built_in = one_rank["one-mini-batches"]
     for step, metrics in enumerate(built_in["metrics"]):
         found = own_result["metrics"][step]
-        assert {name: found[name] for name in ("loss", "grad_norm", "importance_weight_mean")} == {
-            name: metrics[name] for name in ("loss", "grad_norm", "importance_weight_mean")
+        assert {
+            name: found[name]
+            for name in ("loss", "grad_norm", "importance_weight_mean")
+        } == {
+            name: metrics[name]
+            for name in ("loss", "grad_norm", "importance_weight_mean")
         }
         assert 0 <= found["own_reward"] <= 1
         assert found["own_clip_fraction"] == metrics["clip_fraction"]
@@ -113,7 +127,9 @@ def test_grpo_written_down_again_gives_the_same_bits(one_rank: dict[str, dict]) 
         assert torch.equal(own_result["weights"][name], tensor), name
 
 
-def one_by_one(weights: dict[str, torch.Tensor], *, is_minimax: bool) -> dict[str, torch.Tensor]:
+def one_by_one(
+    weights: dict[str, torch.Tensor], *, is_minimax: bool
+) -> dict[str, torch.Tensor]:
     """transformers keeps the experts of a layer in one tensor; in files each has its own."""
     names = ("w1", "w3", "w2") if is_minimax else ("gate_proj", "up_proj", "down_proj")
     found = {}
@@ -123,7 +139,9 @@ def one_by_one(weights: dict[str, torch.Tensor], *, is_minimax: bool) -> dict[st
         if name.endswith(".experts.gate_up_proj"):
             for expert, both in enumerate(tensor):
                 for part, own_logprobs in zip(names, both.chunk(2), strict=False):
-                    found[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = own_logprobs
+                    found[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = (
+                        own_logprobs
+                    )
         elif name.endswith(".experts.down_proj"):
             for expert, down in enumerate(tensor):
                 found[name.replace("down_proj", f"{expert}.{names[2]}.weight")] = down
@@ -153,13 +171,18 @@ def test_ranks_train_like_one(layout, one_rank, several_ranks):
             "trained_tokens",
             "logprob_gap_tokens",
         ):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), (step, name)
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), (
+                step,
+                name,
+            )
         for name in ("routing_difference", "routing_unrecorded"):
             assert ours.get(name) == theirs.get(name), (step, name)
     for ours, theirs in zip(result["logprobs"], expected["logprobs"], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-5)
     for name, tensor in expected["weights"].items():
-        torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(
+            result["weights"][name], tensor, rtol=1e-5, atol=2e-6
+        )
 
 
 @pytest.mark.parametrize("layout", each_layout_of(4, 8))
@@ -197,10 +220,15 @@ def test_each_rank_gets_its_part_of_its_replicas_share(layout, folder, several_r
         for t in batches(config)[0].trajectories
         for part in t.sequences
     ]
-    padded = [tokens + [0] * (-len(tokens) % (2 * cp if cp > 1 else 1)) for tokens in sequences]
+    padded = [
+        tokens + [0] * (-len(tokens) % (2 * cp if cp > 1 else 1))
+        for tokens in sequences
+    ]
     # Before the first of several mini-batches the policy scores the whole batch.
     passes = 1 if config.algorithm.mini_batches == 1 else 2
-    assert sorted(tokens for tokens in trained if any(tokens)) == sorted(padded * passes)
+    assert sorted(tokens for tokens in trained if any(tokens)) == sorted(
+        padded * passes
+    )
 
 
 def whole_sequences(cp_ranks: list[int], shares: tuple) -> list[list[int]]:
@@ -214,10 +242,13 @@ def whole_sequences(cp_ranks: list[int], shares: tuple) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("layout", ["dp4-few"])
-def test_replica_without_a_sequence_has_a_micro_batch_of_filler(layout, folder, several_ranks):
+def test_replica_without_a_sequence_has_a_micro_batch_of_filler(
+    layout, folder, several_ranks
+):
     assert several_ranks(layout)[layout]["metrics"][0]["num_micro_batches"] == 4
     ranks = [
-        torch.load(folder / f"{layout}-rank-{rank}.pt", weights_only=True) for rank in range(4)
+        torch.load(folder / f"{layout}-rank-{rank}.pt", weights_only=True)
+        for rank in range(4)
     ]
     sizes = sorted(len(tokens) for rank in ranks for tokens, _ in rank["micro_batches"])
     assert sizes[0] == 1
@@ -225,7 +256,10 @@ def test_replica_without_a_sequence_has_a_micro_batch_of_filler(layout, folder, 
 
 
 # A job for each model.
-MODELS = ["one", *(name for name, layout in LAYOUTS.items() if name == f"one-{layout.model}")]
+MODELS = [
+    "one",
+    *(name for name, layout in LAYOUTS.items() if name == f"one-{layout.model}"),
+]
 
 
 @pytest.mark.parametrize("layout", each_job(MODELS, SLOW.split(), LONG.split()))
@@ -253,7 +287,9 @@ def test_a_load_brings_every_tensor_of_the_folder_unchanged(layout, folder, one_
     assert all(torch.equal(exported[name], stored[name]) for name in idle)
 
 
-def test_biases_that_choose_experts_are_not_rounded(rank_pool: RankPool, folder: Path) -> None:
+def test_biases_that_choose_experts_are_not_rounded(
+    rank_pool: RankPool, folder: Path
+) -> None:
     job = "one-glm@bfloat16"
     result = rank_pool.found(parity_ranks, {job: 1}, folder)[job]
     stored = load_file(folder / "glm" / "model.safetensors")
@@ -266,21 +302,35 @@ def test_biases_that_choose_experts_are_not_rounded(rank_pool: RankPool, folder:
             assert torch.equal(tensors[name], stored[name])
 
 
-def test_statistics_are_those_of_the_batch(folder: Path, one_rank: dict[str, dict]) -> None:
+def test_statistics_are_those_of_the_batch(
+    folder: Path, one_rank: dict[str, dict]
+) -> None:
     for step, batch in enumerate(batches(config_of("one", folder))[:PARITY_STEPS]):
         metrics = one_rank["one"]["metrics"][step]
-        assert metrics["trained_tokens"] == sum(t.num_sampled_tokens for t in batch.trajectories)
+        assert metrics["trained_tokens"] == sum(
+            t.num_sampled_tokens for t in batch.trajectories
+        )
         fresh = sum(int((token_lags([t], step) == 0).sum()) for t in batch.trajectories)
         assert metrics["logprob_gap_tokens"] == fresh
         assert metrics["clip_fraction"] == 0.0
         assert metrics["learning_rate"] == pytest.approx([5e-4, 1e-3][step])
 
 
-def test_algorithms_that_are_compared_clip_cut_and_mask_a_part(one_rank: dict[str, dict]) -> None:
+def test_algorithms_that_are_compared_clip_cut_and_mask_a_part(
+    one_rank: dict[str, dict],
+) -> None:
     """Layouts of an algorithm that clips and masks nothing would agree about nothing."""
     expected = {
-        "one-gspo": ("clip_fraction", "importance_capped_fraction", "effective_sample_size"),
-        "one-cispo": ("masked_token_fraction", "masked_sequence_fraction", "effective_sample_size"),
+        "one-gspo": (
+            "clip_fraction",
+            "importance_capped_fraction",
+            "effective_sample_size",
+        ),
+        "one-cispo": (
+            "masked_token_fraction",
+            "masked_sequence_fraction",
+            "effective_sample_size",
+        ),
     }
     for layout, names in expected.items():
         for name in names:
@@ -289,27 +339,35 @@ def test_algorithms_that_are_compared_clip_cut_and_mask_a_part(one_rank: dict[st
             assert max(values) > 0.01, (layout, name)
 
 
-def test_trees_that_are_compared_have_several_branches_of_different_shares(folder: Path) -> None:
+def test_trees_that_are_compared_have_several_branches_of_different_shares(
+    folder: Path,
+) -> None:
     for batch in batches(config_of("one-trees", folder)):
         trees = [t for t in batch.trajectories if len(t.branches) > 1]
         assert len(batch.trajectories) > len(trees) > 4
         assert {b.share for t in trees for b in t.branches} >= {1.0, 0.5}
 
 
-def test_gradients_are_finalized_once_for_each_mini_batch(one_rank: dict[str, dict]) -> None:
+def test_gradients_are_finalized_once_for_each_mini_batch(
+    one_rank: dict[str, dict],
+) -> None:
     assert one_rank["one"]["finalizations"] == PARITY_STEPS
     assert one_rank["one-mini-batches"]["finalizations"] == 2 * PARITY_STEPS
     assert one_rank["one"]["metrics"][0]["num_micro_batches"] > 1
 
 
-def test_step_that_is_not_finite_stops_before_the_weights_change(one_rank: dict[str, dict]) -> None:
+def test_step_that_is_not_finite_stops_before_the_weights_change(
+    one_rank: dict[str, dict],
+) -> None:
     error = one_rank["overflow"]["error"]
     cause = r"the .* is (nan|inf)(, not finite in .*)?; the weights were not changed"
     assert re.fullmatch(cause, error)
     assert one_rank["overflow"]["is_same"]
 
 
-def test_step_whose_episodes_are_all_filtered_trains_nothing(one_rank: dict[str, dict]) -> None:
+def test_step_whose_episodes_are_all_filtered_trains_nothing(
+    one_rank: dict[str, dict],
+) -> None:
     result = one_rank["nothing-trained"]
     for name in ("trained_tokens", "loss", "grad_norm", "entropy"):
         assert result["metrics"][name] == 0.0

@@ -25,7 +25,9 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
     return rank_pool.found(pass_ranks, JOBS, folder)
 
 
-def loss_of(name: str, policy: Tensor, behavior: Tensor, worth: Tensor, in_ratio: Tensor) -> Tensor:
+def loss_of(
+    name: str, policy: Tensor, behavior: Tensor, worth: Tensor, in_ratio: Tensor
+) -> Tensor:
     """The sum of the loss by its formula."""
     ratio = (policy - behavior).exp()
     clipped = ratio.clamp(0.9, 1.3)
@@ -54,8 +56,12 @@ class Plain:
         from transformers import AutoModelForCausalLM
 
         load = AutoModelForCausalLM.from_pretrained
-        self.model = load(folder / "llama", dtype=torch.float64, attn_implementation="eager")
-        self._moments = {n: [torch.zeros_like(p)] * 2 for n, p in self.model.named_parameters()}
+        self.model = load(
+            folder / "llama", dtype=torch.float64, attn_implementation="eager"
+        )
+        self._moments = {
+            n: [torch.zeros_like(p)] * 2 for n, p in self.model.named_parameters()
+        }
         self._steps = 0
 
     def forward(self, one) -> list[Tensor]:
@@ -79,7 +85,9 @@ class Plain:
             )
             in_ratio = worth != 0
             if sequence.ratio_mask:
-                in_ratio = torch.from_numpy(np.frombuffer(sequence.ratio_mask, np.bool_).copy())
+                in_ratio = torch.from_numpy(
+                    np.frombuffer(sequence.ratio_mask, np.bool_).copy()
+                )
             total = total + loss_of(name, row, behavior, worth, in_ratio)
         return total
 
@@ -124,10 +132,14 @@ def expected(folder: Path) -> dict[str, list[dict]]:
             sum(totals).backward()
             steps.append(
                 {
-                    "logprobs": [[row.detach() for row in rows_of_pass] for rows_of_pass in rows],
+                    "logprobs": [
+                        [row.detach() for row in rows_of_pass] for rows_of_pass in rows
+                    ],
                     "losses": [float(total.detach()) for total in totals],
                     "grad_norm": plain.step(numbers),
-                    "weights": {n: p.clone().detach() for n, p in plain.model.named_parameters()},
+                    "weights": {
+                        n: p.clone().detach() for n, p in plain.model.named_parameters()
+                    },
                 }
             )
         found[loss] = steps
@@ -141,22 +153,32 @@ def test_log_probabilities_and_losses_are_those_of_plain_pytorch(job, found, exp
             for our_logprobs, plain in zip(
                 ours["logprobs"][place], theirs["logprobs"][number], strict=True
             ):
-                torch.testing.assert_close(our_logprobs.double(), plain, rtol=0, atol=1e-5)
-            assert ours["losses"][place] == pytest.approx(theirs["losses"][number], rel=1e-4)
+                torch.testing.assert_close(
+                    our_logprobs.double(), plain, rtol=0, atol=1e-5
+                )
+            assert ours["losses"][place] == pytest.approx(
+                theirs["losses"][number], rel=1e-4
+            )
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_steps_take_the_sum_of_gradients_and_their_own_numbers_of_adam(job, found, expected):
+def test_steps_take_the_sum_of_gradients_and_their_own_numbers_of_adam(
+    job, found, expected
+):
     for ours, theirs in zip(found[job]["steps"], expected[job.split()[1]], strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
         for name, weight in ours["weights"].items():
             plain = theirs["weights"][name][: weight.shape[0]]
             torch.testing.assert_close(weight.double(), plain, rtol=0, atol=2e-5)
-    assert not torch.equal(*(found[job]["steps"][n]["weights"]["lm_head.weight"] for n in (0, 1)))
+    assert not torch.equal(
+        *(found[job]["steps"][n]["weights"]["lm_head.weight"] for n in (0, 1))
+    )
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_pass_counts_once_and_a_faulty_one_not_at_all(job: str, found: dict[str, dict]) -> None:
+def test_a_pass_counts_once_and_a_faulty_one_not_at_all(
+    job: str, found: dict[str, dict]
+) -> None:
     for step in found[job]["steps"]:
         assert step["losses"][AGAIN] == step["losses"][FIRST]
         faulty = {BAD, LONG, OVERFLOW, RAISES, UNKNOWN}
@@ -171,7 +193,9 @@ def test_a_pass_counts_once_and_a_faulty_one_not_at_all(job: str, found: dict[st
 
 
 @pytest.mark.parametrize("job", JOBS)
-def test_a_new_beginning_is_the_first_one_to_the_bit(job: str, found: dict[str, dict]) -> None:
+def test_a_new_beginning_is_the_first_one_to_the_bit(
+    job: str, found: dict[str, dict]
+) -> None:
     seen = found[job]
     for name, weight in seen["before"].items():
         assert torch.equal(seen["begun"][name], weight)

@@ -89,14 +89,18 @@ async def first_trainer(config: Config) -> AsyncIterator[asyncio.subprocess.Proc
 
 
 @pytest.mark.usefixtures("quick_pings")
-async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(tmp_path, caplog):
+async def test_a_trainer_that_does_not_move_loses_its_place_and_is_fenced_off(
+    tmp_path, caplog
+):
     config = make_config(tmp_path)
     short = config.model_copy(
         update={"learner": config.learner.model_copy(update={"timeout_s": 3.0})}
     )
     async with controlled(config), first_trainer(config) as first:
         client = ControllerClient(short)
-        with pytest.raises(RunFailed, match="host here, process 1 has the place in this run"):
+        with pytest.raises(
+            RunFailed, match="host here, process 1 has the place in this run"
+        ):
             await asyncio.to_thread(client.register, HELLO)
         assert "waiting for the place in the run: " in caplog.text
         client.close()

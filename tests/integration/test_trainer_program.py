@@ -29,7 +29,11 @@ from slipstream.protocol.checkpoints import checkpoint_path
 from slipstream.protocol.codec import trajectory_to_pb, unpack_logprobs, unpack_tokens
 from slipstream.protocol.rich_errors import Reason
 from slipstream.protocol.weights.buckets import layout_from_pb
-from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests, weight_digest
+from slipstream.protocol.weights.digests import (
+    bucket_digest,
+    bucket_tensor_digests,
+    weight_digest,
+)
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
 from support.fakes.fake_controller import (
     FakeController,
@@ -46,7 +50,8 @@ from support.rigs.waiting import LIMIT_S
 
 TIMEOUT_S = 300
 BATCHES = [
-    make_batch(step, num_groups=4, group_size=4, vocab_size=32, max_tokens=24) for step in range(3)
+    make_batch(step, num_groups=4, group_size=4, vocab_size=32, max_tokens=24)
+    for step in range(3)
 ]
 
 
@@ -74,7 +79,10 @@ class Receiver:
         where = publish.communicator
         if self.group is None:
             store = dist.TCPStore(
-                where.store_host, where.store_port, is_master=False, wait_for_workers=False
+                where.store_host,
+                where.store_port,
+                is_master=False,
+                wait_for_workers=False,
             )
             self.group = dist.ProcessGroupGloo(
                 dist.PrefixStore(where.communicator_id, store),
@@ -90,9 +98,13 @@ class Receiver:
             self.group.broadcast(data, 0).wait()
             of_tensors = bucket_tensor_digests(bucket, data.numpy().data)
             digests.append(bucket_digest(of_tensors))
-            by_name |= zip((s.tensor.name for s in bucket.spans), of_tensors, strict=True)
+            by_name |= zip(
+                (s.tensor.name for s in bucket.spans), of_tensors, strict=True
+            )
             for span in bucket.spans:
-                raw = data[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes]
+                raw = data[
+                    span.offset_bytes : span.offset_bytes + span.tensor.num_bytes
+                ]
                 dtype = getattr(torch, span.tensor.dtype)
                 tensors[span.tensor.name] = raw.view(dtype).reshape(span.tensor.shape)
         self.received.append(tensors)
@@ -130,11 +142,16 @@ def start_trainer(
                 "max_staleness": 1,
                 "learning_rate": 1e-3,
             },
-            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24} | (sampling or {}),
+            "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 24}
+            | (sampling or {}),
             "controller": {"address": address, "stall_timeout_s": 1.0},
             "checkpoint": checkpoint or {},
             "learner": {"world_size": world_size, "timeout_s": 60.0, **learner},
-            "weights": {"bucket_mib": 1, "join_deadline_s": 2.0, "bucket_deadline_s": 1.0}
+            "weights": {
+                "bucket_mib": 1,
+                "join_deadline_s": 2.0,
+                "bucket_deadline_s": 1.0,
+            }
             | (weights or {}),
             "debug": debug or {},
         },
@@ -196,14 +213,21 @@ def test_an_outdated_trainer_loads_the_newest_checkpoint_and_goes_on_from_it(
         controller.refusals.append(Reason.OUTDATED)
         controller.on_refused = write
         ranks = start_trainer(tmp_path, model, controller.address, **settings)
-        assert finish(ranks, tmp_path) == [0, 0], (tmp_path / "rank-0.log").read_text()[-3000:]
+        assert finish(ranks, tmp_path) == [0, 0], (tmp_path / "rank-0.log").read_text()[
+            -3000:
+        ]
     (hello,) = controller.hellos
-    assert (hello.version.step, hello.weight_digest) == (2, uninterrupted.steps[1].weight_digest)
+    assert (hello.version.step, hello.weight_digest) == (
+        2,
+        uninterrupted.steps[1].weight_digest,
+    )
     (step,) = controller.steps
     assert step.weight_digest == uninterrupted.steps[2].weight_digest
 
 
-def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Path) -> None:
+def test_trainer_trains_publishes_and_stops_as_ordered(
+    tmp_path: Path, model: Path
+) -> None:
     receiver = Receiver()
     orders = [
         publish_order(0, new_communicator=True, verify=True),
@@ -222,11 +246,15 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
     assert " rank 0 INFO slipstream.learner.trainer.train: registered for run " in log
 
     stored = load_file(model / "model.safetensors")
-    final = load_file(tmp_path / "program" / "checkpoints" / "final" / "model.safetensors")
+    final = load_file(
+        tmp_path / "program" / "checkpoints" / "final" / "model.safetensors"
+    )
     assert set(receiver.received[0]) == set(stored)
     assert all(torch.equal(receiver.received[0][name], stored[name]) for name in stored)
     assert all(torch.equal(receiver.received[2][name], final[name]) for name in final)
-    assert not torch.equal(receiver.received[1]["lm_head.weight"], stored["lm_head.weight"])
+    assert not torch.equal(
+        receiver.received[1]["lm_head.weight"], stored["lm_head.weight"]
+    )
 
     assert [r.error for r in controller.results] == ["", "", ""]
     assert [list(r.bucket_digests) for r in controller.results] == receiver.digests
@@ -243,14 +271,19 @@ def test_trainer_trains_publishes_and_stops_as_ordered(tmp_path: Path, model: Pa
         (1, 2, "batch-1"),
     ]
     # Faults of the trajectories themselves are the controller's to tell.
-    assert not {"reward_mean", "lag_max", "num_tokens"} & controller.steps[1].metrics.keys()
+    assert (
+        not {"reward_mean", "lag_max", "num_tokens"}
+        & controller.steps[1].metrics.keys()
+    )
 
     check_probe(controller.results[0].probe, receiver.received[0], model, first=8)
     assert not controller.results[1].HasField("probe")
     check_probe(controller.results[2].probe, receiver.received[2], model, first=None)
 
 
-def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, rank_pool):
+def test_two_ranks_write_versions_to_storage_while_they_train(
+    tmp_path, model, rank_pool
+):
     root = tmp_path / "storage"
     reports = list[trainer_pb2.StoredReport]()
     found = list[bytes]()
@@ -284,8 +317,15 @@ def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, r
             signals[step].wait(TIMEOUT_S)
         yield stop_order()
 
-    stages = {"world_size": 2, "parallel": {"pp": 2}, "statuses": (0, 0), "pool": rank_pool}
-    controller = trained(tmp_path, model, orders(), on_stored=fetch, weights=settings, **stages)
+    stages = {
+        "world_size": 2,
+        "parallel": {"pp": 2},
+        "statuses": (0, 0),
+        "pool": rank_pool,
+    }
+    controller = trained(
+        tmp_path, model, orders(), on_stored=fetch, weights=settings, **stages
+    )
     assert [report.error for report in reports] == ["", ""]
     # Both stages sent their tensors, and what was fetched is what the step had made.
     assert controller.hello.num_senders == 2
@@ -295,16 +335,29 @@ def test_two_ranks_write_versions_to_storage_while_they_train(tmp_path, model, r
     assert [p for p in root.rglob("*") if p.is_file()] == []
 
 
-def test_a_trainer_of_a_failed_run_leaves_a_checkpoint_and_no_model(tmp_path, model, rank_pool):
-    orders = [batch_order(BATCHES[0]), stop_order("the disk is full", without_model=True)]
-    controller = trained(tmp_path, model, orders, pool=rank_pool, checkpoint={"every_steps": 50})
+def test_a_trainer_of_a_failed_run_leaves_a_checkpoint_and_no_model(
+    tmp_path, model, rank_pool
+):
+    orders = [
+        batch_order(BATCHES[0]),
+        stop_order("the disk is full", without_model=True),
+    ]
+    controller = trained(
+        tmp_path, model, orders, pool=rank_pool, checkpoint={"every_steps": 50}
+    )
     assert [report.version.step for report in controller.checkpoints] == [1]
     assert controller.goodbye.export_path == ""
-    assert [p.name for p in (tmp_path / "program" / "checkpoints").iterdir()] == ["step-000001"]
+    assert [p.name for p in (tmp_path / "program" / "checkpoints").iterdir()] == [
+        "step-000001"
+    ]
 
 
-def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path, model, rank_pool):
-    trees = [with_branches(leased(batch), vocab_size=32, max_tokens=24) for batch in BATCHES]
+def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(
+    tmp_path, model, rank_pool
+):
+    trees = [
+        with_branches(leased(batch), vocab_size=32, max_tokens=24) for batch in BATCHES
+    ]
     assert all(len(batch.owners) > len(batch.trajectories) for batch in trees)
     orders = [*map(batch_order, trees), stop_order()]
     sampling = {"max_total_tokens": 96}
@@ -313,7 +366,12 @@ def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path, model, r
         sum(t.num_sampled_tokens for t in batch.trajectories) for batch in trees
     ]
     record_run(tmp_path / "journal", trees, [s.weight_digest.hex() for s in steps])
-    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    environment = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+    }
     host = own_loopback()
     place = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port(host))}
 
@@ -333,7 +391,8 @@ def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path, model, r
         ]
 
     expected = [
-        ["version", str(s.step + 1), s.weight_digest.hex(), "as", "recorded"] for s in steps
+        ["version", str(s.step + 1), s.weight_digest.hex(), "as", "recorded"]
+        for s in steps
     ]
     assert replayed() == (0, expected)
     # A run whose settings changed at a resume says what may differ.
@@ -344,7 +403,10 @@ def test_a_replay_of_trees_gives_the_same_weights_bit_for_bit(tmp_path, model, r
 
 def leased(batch: Batch) -> Batch:
     """The batch with the names that leases give to groups."""
-    numbers = {name: i + 4 * batch.step for i, name in enumerate(dict.fromkeys(batch.group_ids))}
+    numbers = {
+        name: i + 4 * batch.step
+        for i, name in enumerate(dict.fromkeys(batch.group_ids))
+    }
     trajectories = tuple(
         dataclasses.replace(t, group_id=GroupId(f"g{numbers[t.group_id]:06d}"))
         for t in batch.trajectories
@@ -374,12 +436,18 @@ def record_run(folder: Path, batches: list[Batch], digests: list[str]) -> None:
             journal.append(journal.write_batch(message))
             version = [0, batch.step + 1]
             journal.append(
-                kinds.Step(step=batch.step, version=version, digest=digest, lags=[], several=0)
+                kinds.Step(
+                    step=batch.step, version=version, digest=digest, lags=[], several=0
+                )
             )
 
 
 def check_probe(
-    probe: weights_pb2.Probe, weights: dict[str, torch.Tensor], model: Path, *, first: int | None
+    probe: weights_pb2.Probe,
+    weights: dict[str, torch.Tensor],
+    model: Path,
+    *,
+    first: int | None,
 ) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -389,7 +457,10 @@ def check_probe(
     assert max(probe.lengths) < 24
     if first is None:
         expected = BATCHES[1].trajectories[0].token_ids[:23]
-        assert unpack_tokens(probe.token_ids)[: len(expected)].tolist() == expected.tolist()
+        assert (
+            unpack_tokens(probe.token_ids)[: len(expected)].tolist()
+            == expected.tolist()
+        )
     else:
         assert probe.lengths[0] == first
     token_ids = torch.from_numpy(unpack_tokens(probe.token_ids).astype(np.int64))
@@ -421,14 +492,18 @@ def test_same_batches_give_the_same_bits_whether_they_are_profiled_or_not(
     check_cost(model, metrics["plain"], metrics["profiled"])
 
 
-def check_cost(model: Path, plain: dict[str, float], profiled: dict[str, float]) -> None:
+def check_cost(
+    model: Path, plain: dict[str, float], profiled: dict[str, float]
+) -> None:
     config = json.loads((model / "config.json").read_text())
     # Two layers of hidden size 64: queries and outputs 64 x 64, keys and values 64 x 32 each, three
     # matrices of 64 x MLP, and the vocabulary.
     matrices = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * config["intermediate_size"])
     matrices += 64 * config["vocab_size"]
     lengths = [len(t.token_ids) for t in BATCHES[1].trajectories]
-    flops = 6 * matrices * sum(lengths) + 6 * 2 * 64 * sum(length**2 for length in lengths)
+    flops = 6 * matrices * sum(lengths) + 6 * 2 * 64 * sum(
+        length**2 for length in lengths
+    )
     assert plain["model_flops"] == profiled["model_flops"] == flops
     # On a CPU there is no peak to compare with.
     assert plain.keys().isdisjoint({"mfu", "gpu_allocated_bytes"})
@@ -451,11 +526,15 @@ def test_a_trainer_that_waits_gives_no_sign_of_life_and_ends_in_order_at_sigterm
     with FakeController([batch_order(BATCHES[0])]) as controller:
         # Twice the time in which it tells of its last work.
         controller.idle_s = 0.5
-        processes = start_trainer(tmp_path, model, controller.address, pool=rank_pool, world_size=2)
+        processes = start_trainer(
+            tmp_path, model, controller.address, pool=rank_pool, world_size=2
+        )
         until_idle(controller, 4)
         assert controller.num_signs > 0
         stored = load_file(model / "model.safetensors")
-        assert controller.loaded_bytes == sum(tensor.nbytes for tensor in stored.values())
+        assert controller.loaded_bytes == sum(
+            tensor.nbytes for tensor in stored.values()
+        )
         before = controller.num_signs
         until_idle(controller, 3)
         assert controller.num_signs == before
@@ -467,7 +546,9 @@ def test_a_trainer_that_waits_gives_no_sign_of_life_and_ends_in_order_at_sigterm
     assert controller.failures == []
 
 
-def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path, model, rank_pool):
+def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(
+    tmp_path, model, rank_pool
+):
     orders = [*map(batch_order, BATCHES), stop_order()]
     settings = {"checkpoint": {"every_steps": 2}, "pool": rank_pool}
     controller = trained(tmp_path / "whole", model, orders, **settings)
@@ -487,28 +568,38 @@ def test_a_killed_trainer_goes_on_from_its_checkpoint_to_the_same_bits(tmp_path,
         assert finish(processes, killed) == [-signal.SIGKILL]
     assert [report.weight_digest for report in controller.steps] == expected
     (killed / "program" / "checkpoints" / "step-000009.partial").mkdir()
-    controller = trained(killed, model, [batch_order(BATCHES[2]), stop_order()], **settings)
+    controller = trained(
+        killed, model, [batch_order(BATCHES[2]), stop_order()], **settings
+    )
     hello = controller.hello
     goodbye = controller.goodbye
     assert (hello.version.step, hello.weight_digest) == (2, expected[1])
     assert [report.weight_digest for report in controller.steps] == expected[2:]
     assert goodbye.weight_digest == expected[-1]
-    assert (killed / "program" / "checkpoints" / "step-000003" / "manifest.json").is_file()
+    assert (
+        killed / "program" / "checkpoints" / "step-000003" / "manifest.json"
+    ).is_file()
     assert not list((killed / "program" / "checkpoints").glob("*.partial"))
 
 
 def test_death_of_a_rank_stops_the_others_with_the_cause(tmp_path, model, rank_pool):
     with FakeController([]) as controller:
-        processes = start_trainer(tmp_path, model, controller.address, pool=rank_pool, world_size=2)
+        processes = start_trainer(
+            tmp_path, model, controller.address, pool=rank_pool, world_size=2
+        )
         assert controller.asked.wait(TIMEOUT_S)
         processes[1].kill()
         assert finish(processes, tmp_path) == [1, -signal.SIGKILL]
-    assert [(failure.rank, failure.final) for failure in controller.failures] == [(0, False)]
+    assert [(failure.rank, failure.final) for failure in controller.failures] == [
+        (0, False)
+    ]
     assert controller.failures[0].message
     assert controller.goodbye is None
 
 
-def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path, model, rank_pool):
+def test_a_trainer_that_cannot_load_its_model_says_so_at_once(
+    tmp_path, model, rank_pool
+):
     """The same file would fail the same way: another start is of no use."""
     damaged = shutil.copytree(model, tmp_path / "damaged")
     sizes = json.loads((damaged / "config.json").read_text())
@@ -516,14 +607,22 @@ def test_a_trainer_that_cannot_load_its_model_says_so_at_once(tmp_path, model, r
     (damaged / "config.json").write_text(json.dumps(sizes | dtype))
     (failure,) = trained(tmp_path, damaged, [], pool=rank_pool, statuses=(3,)).failures
     assert failure.final
-    assert failure.message.startswith(f"ValueError: {damaged}/config.json cannot be used: ")
+    assert failure.message.startswith(
+        f"ValueError: {damaged}/config.json cannot be used: "
+    )
     assert "none that is known" in failure.message
     # Bridge would try the file again after 1, 2 and 4 s, as if it came from a network.
     assert "attempts" not in failure.message
 
 
-def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path, rank_pool: RankPool):
-    orders = [batch_order(BATCHES[0]), batch_order(BATCHES[1]), batch_order(with_old_token())]
+def test_token_that_is_too_old_stops_the_trainer(
+    tmp_path: Path, model: Path, rank_pool: RankPool
+):
+    orders = [
+        batch_order(BATCHES[0]),
+        batch_order(BATCHES[1]),
+        batch_order(with_old_token()),
+    ]
     controller = trained(tmp_path, model, orders, pool=rank_pool, statuses=(3,))
     assert len(controller.steps) == 2
     assert "StalenessError: step 3" in controller.failures[0].message
@@ -534,6 +633,9 @@ def test_token_that_is_too_old_stops_the_trainer(tmp_path: Path, model: Path, ra
 def with_old_token():
     first, *rest = BATCHES[2].trajectories
     number = first.num_sampled_tokens
-    spans = (VersionSpan(1, PolicyVersion(0, 0)), VersionSpan(number - 1, PolicyVersion(0, 2)))
+    spans = (
+        VersionSpan(1, PolicyVersion(0, 0)),
+        VersionSpan(number - 1, PolicyVersion(0, 2)),
+    )
     old = dataclasses.replace(first, version_spans=spans)
     return dataclasses.replace(BATCHES[2], trajectories=(old, *rest))

@@ -58,10 +58,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, dict], str]] = {
     "one": (1, {}, "abcdefgh"),
     "tp2": (
         2,
-        {"learner": {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}},
+        {
+            "learner": {
+                "parallel": {"tp": 2},
+                "transformer": {"sequence_parallel": False},
+            }
+        },
         "ad",
     ),
-    "dp2-distributed-bfloat16": (2, {"learner": OVERLAP, "model": {"dtype": "bfloat16"}}, "bf"),
+    "dp2-distributed-bfloat16": (
+        2,
+        {"learner": OVERLAP, "model": {"dtype": "bfloat16"}},
+        "bf",
+    ),
 }
 JOBS = {
     f"{layout} {name}": ranks
@@ -97,17 +106,27 @@ def numbers_of(name: str, step: int) -> pb.AdamNumbers:
     rate = TENANTS[name].rate / (step + 1)
     decay = 0.1 if name in "bd" else 0.0
     return pb.AdamNumbers(
-        learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=decay, max_grad_norm=1.0
+        learning_rate=rate,
+        beta1=0.9,
+        beta2=0.95,
+        eps=1e-8,
+        weight_decay=decay,
+        max_grad_norm=1.0,
     )
 
 
-def factors_of(policy: Policy, name: str, *, published: bool = False) -> dict[str, torch.Tensor]:
+def factors_of(
+    policy: Policy, name: str, *, published: bool = False
+) -> dict[str, torch.Tensor]:
     """The factors of an adapter, those that are trained or those that servers get."""
     from slipstream.learner.trainer.weights.export import adapter_tensors
 
     adapters = policy.adapters
     with adapters.published(name) if published else adapters.active(name):
-        return {key: tensor.clone() for key, tensor in adapter_tensors(policy, torch.float32)}
+        return {
+            key: tensor.clone()
+            for key, tensor in adapter_tensors(policy, torch.float32)
+        }
 
 
 def run_rank(folder: Path, job: str) -> None:
@@ -137,9 +156,13 @@ def run_rank(folder: Path, job: str) -> None:
 
     passes = Passes(policy, load, load_nothing)
     published = open_published(policy, config)
-    seen: dict[str, dict] = {name: {"logprobs": [], "norms": [], "trained": []} for name in names}
+    seen: dict[str, dict] = {
+        name: {"logprobs": [], "norms": [], "trained": []} for name in names
+    }
 
-    def order(name: str, given: pb.GivenStep, of: Sequence[pb.Pass] = ()) -> dict[str, float]:
+    def order(
+        name: str, given: pb.GivenStep, of: Sequence[pb.Pass] = ()
+    ) -> dict[str, float]:
         given.adapter.CopyFrom(adapter(name))
         return passes.run(Batch(0, "b", (), given, tuple(of))).metrics
 
@@ -163,7 +186,10 @@ def run_rank(folder: Path, job: str) -> None:
         order(name, pb.GivenStep(adam=numbers_of(name, 0)), own_passes(name, 0))
     for name in names:
         tenant = TENANTS[name]
-        order(name, pb.GivenStep(begin=pb.NewAdapter(seed=tenant.seed, targets=tenant.targets)))
+        order(
+            name,
+            pb.GivenStep(begin=pb.NewAdapter(seed=tenant.seed, targets=tenant.targets)),
+        )
         seen[name]["begun"] = factors_of(policy, name)
     digests = [published.digests().by_name]
     failures = {}
@@ -207,12 +233,16 @@ def run_rank(folder: Path, job: str) -> None:
     # takes over the state of a client of its rank.
     for name, source in (("c", "c"), ("e", "e"), ("f", "e")):
         if name in names and source in names:
-            state = pb.LoadedState(step=1, adapter=source, without_optimizer=name == "e")
+            state = pb.LoadedState(
+                step=1, adapter=source, without_optimizer=name == "e"
+            )
             order(name, pb.GivenStep(load=state))
             seen[name]["loaded"] = factors_of(policy, name)
     for name in names:
         seen[name]["after"] = factors_of(policy, name)
-    save_adapters(policy, config, folder / f"tenants-{job.replace(' ', '-')}-adapters", RunChat())
+    save_adapters(
+        policy, config, folder / f"tenants-{job.replace(' ', '-')}-adapters", RunChat()
+    )
     if "c" in names:
         step("c", STEPS - 1)
     load_models(stored_policy(policy), path, disk)
@@ -221,7 +251,12 @@ def run_rank(folder: Path, job: str) -> None:
         seen[name]["whole served"] = factors_of(policy, name, published=True)
     kept(
         policy,
-        {"seen": seen, "failures": failures, "digests": digests, "loss": sorted(LOSSES)},
+        {
+            "seen": seen,
+            "failures": failures,
+            "digests": digests,
+            "loss": sorted(LOSSES),
+        },
         folder / f"{job}.pt",
     )
 
@@ -242,11 +277,15 @@ def found(folder: Path, rank_pool: RankPool) -> dict[str, dict]:
 
 
 def same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(ours[n], theirs[n]) for n in ours
+    )
 
 
 @pytest.mark.parametrize(("layout", "name"), PAIRS)
-def test_a_client_among_others_is_trained_bit_for_bit_as_alone(layout, name, found) -> None:
+def test_a_client_among_others_is_trained_bit_for_bit_as_alone(
+    layout, name, found
+) -> None:
     ours = found[f"{layout} {ALL}"]["seen"][name]
     alone = found[f"{layout} {name}"]["seen"][name]
     assert ours["logprobs"] == alone["logprobs"]
@@ -261,7 +300,9 @@ def test_a_client_among_others_is_trained_bit_for_bit_as_alone(layout, name, fou
 
 
 @pytest.mark.parametrize("name", TENANTS)
-def test_an_adapter_has_its_rank_and_matrices_alone(name: str, found: dict[str, dict]) -> None:
+def test_an_adapter_has_its_rank_and_matrices_alone(
+    name: str, found: dict[str, dict]
+) -> None:
     tenant = TENANTS[name]
     adapted = {part for target in tenant.targets for part in PARTS[target]}
     for trained in found[f"one {ALL}"]["seen"][name]["trained"]:
@@ -270,10 +311,14 @@ def test_an_adapter_has_its_rank_and_matrices_alone(name: str, found: dict[str, 
             assert first.shape[0] == LARGEST
             is_used = key.split(".lora_")[0].rpartition(".")[2] in adapted
             rows = first.abs().amax(dim=1) > 0
-            assert rows.tolist() == [is_used and row < tenant.rank for row in range(LARGEST)], key
+            assert rows.tolist() == [
+                is_used and row < tenant.rank for row in range(LARGEST)
+            ], key
 
 
-def test_servers_get_what_a_client_has_published_with_its_factor(found: dict[str, dict]) -> None:
+def test_servers_get_what_a_client_has_published_with_its_factor(
+    found: dict[str, dict],
+) -> None:
     for name, tenant in TENANTS.items():
         seen = found[f"one {ALL}"]["seen"][name]
         for key, served in seen["served"].items():
@@ -283,24 +328,34 @@ def test_servers_get_what_a_client_has_published_with_its_factor(found: dict[str
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2"])
-def test_files_have_a_clients_newest_values_at_its_rank_on_its_matrices(layout, folder, found):
+def test_files_have_a_clients_newest_values_at_its_rank_on_its_matrices(
+    layout, folder, found
+):
     for name, tenant in TENANTS.items():
         seen = found[f"{layout} {ALL}"]["seen"][name]
         path = folder / f"tenants-{layout}-{ALL}-adapters" / name
         settings = json.loads((path / "adapter_config.json").read_text())
         parts = sorted(part for target in tenant.targets for part in PARTS[target])
-        adapter_facts = settings["r"], settings["lora_alpha"], settings["target_modules"]
+        adapter_facts = (
+            settings["r"],
+            settings["lora_alpha"],
+            settings["target_modules"],
+        )
         assert adapter_facts == (tenant.rank, tenant.alpha, parts)
         assert not same(seen["after"], seen["served"])
         own = {
-            key: (tensor[: tenant.rank] if "lora_A" in key else tensor[:, : tenant.rank])
+            key: (
+                tensor[: tenant.rank] if "lora_A" in key else tensor[:, : tenant.rank]
+            )
             for key, tensor in seen["after"].items()
             if key.split(".lora_")[0].rpartition(".")[2] in parts
         }
         assert same(load_file(path / "adapter_model.safetensors"), own)
 
 
-def test_a_step_takes_gradients_that_are_held_by_their_passes_names(found: dict) -> None:
+def test_a_step_takes_gradients_that_are_held_by_their_passes_names(
+    found: dict,
+) -> None:
     for name in TENANTS:
         # The third step comes after a restart.
         assert found[f"one {ALL}"]["seen"][name]["by name"][:3] == [True, True, False]
@@ -308,7 +363,10 @@ def test_a_step_takes_gradients_that_are_held_by_their_passes_names(found: dict)
 
 def test_what_is_not_finite_fails_alone(found: dict[str, dict]) -> None:
     job = found[f"one {ALL}"]
-    assert job["failures"]["loss"] == "the loss is -inf" or "inf" in job["failures"]["loss"]
+    assert (
+        job["failures"]["loss"] == "the loss is -inf"
+        or "inf" in job["failures"]["loss"]
+    )
     assert job["failures"]["huge"] == ""
     assert "the gradient norm is" in job["failures"]["gradient"]
 
@@ -331,5 +389,7 @@ def test_a_version_tells_the_changes_of_each_client(found: dict[str, dict]) -> N
         for name in TENANTS:
             keys = [key for key in before if key.startswith(f"{name}/trained/")]
             assert any(before[key] != after[key] for key in keys)
-    served = [{k: v for k, v in digest.items() if "/trained/" not in k} for digest in digests]
+    served = [
+        {k: v for k, v in digest.items() if "/trained/" not in k} for digest in digests
+    ]
     assert served[0] != served[1] == served[2] == served[3]

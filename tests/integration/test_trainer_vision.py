@@ -35,7 +35,10 @@ from support.ranks.vision_ranks import (
 from support.references.plain_policy import ForcedExperts, adam_step
 from support.references.plain_vision import plain_logprobs, plain_model, plain_outputs
 
-pytestmark = [pytest.mark.long_but("qwen3_vl-one"), pytest.mark.usefixtures("one_thread")]
+pytestmark = [
+    pytest.mark.long_but("qwen3_vl-one"),
+    pytest.mark.usefixtures("one_thread"),
+]
 # Megatron trains experts with tensor parallel ranks only if these share the tokens, too.
 LACKING = {
     *((family, "tp2") for family in FAMILIES if family.endswith("_moe")),
@@ -105,14 +108,21 @@ def logprobs_of(
 
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [*((family, "one") for family in FAMILIES), *((family, f"one{REPLAY}") for family in MIXTURES)],
+    [
+        *((family, "one") for family in FAMILIES),
+        *((family, f"one{REPLAY}") for family in MIXTURES),
+    ],
 )
-def test_one_rank_trains_images_like_plain_transformers(family, layout, folder, trained):
+def test_one_rank_trains_images_like_plain_transformers(
+    family, layout, folder, trained
+):
     outputs = trained(family, layout)
     model = plain_model(folder / family)
     forced = ForcedExperts(model) if REPLAY in layout else None
     logprobs = logprobs_of(model, folder / family, forced)
-    torch.testing.assert_close(outputs["before"], logprobs.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        outputs["before"], logprobs.detach(), rtol=1e-5, atol=1e-5
+    )
     norm = adam_step(model, -logprobs.mean(), LEARNING_RATE, eps=ADAM_EPS)
     assert outputs["norm"].item() == pytest.approx(norm, rel=1e-5)
     with torch.no_grad():
@@ -122,13 +132,19 @@ def test_one_rank_trains_images_like_plain_transformers(family, layout, folder, 
 
 
 @pytest.mark.parametrize("family", QWEN35)
-def test_a_published_qwen35_is_loaded_whole_and_exported_as_it_was(family, folder, trained):
+def test_a_published_qwen35_is_loaded_whole_and_exported_as_it_was(
+    family, folder, trained
+):
     weights = trained(family, "one")["weights"]
     published, exported = (
-        load_file(folder / name / "model.safetensors") for name in (family, f"{family}-final")
+        load_file(folder / name / "model.safetensors")
+        for name in (family, f"{family}-final")
     )
     assert torch.equal(exported.pop(MTP), published.pop(MTP))
-    shapes = ({name: x.shape for name, x in tensors.items()} for tensors in (published, exported))
+    shapes = (
+        {name: x.shape for name, x in tensors.items()}
+        for tensors in (published, exported)
+    )
     assert next(shapes) == next(shapes)
     model = plain_model(folder / f"{family}-final").state_dict()
     assert weights.keys() == exported.keys() == model.keys()
@@ -143,7 +159,9 @@ def test_layouts_train_images_like_one_rank(family: str, layout: str, trained) -
 
 
 @pytest.mark.parametrize("job", each_job(REPLAYED, REPLAYED[1:]))
-def test_layouts_send_tokens_of_images_to_the_experts_of_the_rollout(job: str, trained) -> None:
+def test_layouts_send_tokens_of_images_to_the_experts_of_the_rollout(
+    job: str, trained
+) -> None:
     family, layout = job.split(".")
     one_rank = trained(family, f"one{REPLAY}")
     check_alike(trained(family, layout), one_rank)
@@ -161,7 +179,9 @@ def check_alike(found: dict, one: dict) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: Path, trained):
+def test_adapters_of_a_decoder_train_behind_a_frozen_tower(
+    family: str, folder: Path, trained
+):
     outputs = trained(family, f"one{LORA}")
     model = plain_model(folder / family)
     before = logprobs_of(model, folder / family)
@@ -174,7 +194,9 @@ def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: 
     squares = 0.0
     for name, parameter in model.named_parameters():
         # B is 0, so A has no gradient yet, and B has alpha / rank * dW A^T.
-        factor = first.pop(f"base_model.model.{name.removesuffix('weight')}lora_A.weight", None)
+        factor = first.pop(
+            f"base_model.model.{name.removesuffix('weight')}lora_A.weight", None
+        )
         if factor is not None:
             squares += (SCALE * parameter.grad @ factor.T).square().sum().item()
     # Every matrix with an adapter is one of transformers' model.
@@ -190,14 +212,21 @@ def test_adapters_of_a_decoder_train_behind_a_frozen_tower(family: str, folder: 
 def in_memory(family: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights with the names and forms that transformers' modules have."""
     if family == "qwen2_5_vl":
-        renamed = {n.replace("model.", "model.language_model.", 1): t for n, t in weights.items()}
+        renamed = {
+            n.replace("model.", "model.language_model.", 1): t
+            for n, t in weights.items()
+        }
         return {n.replace("visual.", "model.visual.", 1): t for n, t in renamed.items()}
     is_turned = family == MIXTURE
-    return {n: t.mT if is_turned and ".experts." in n else t for n, t in weights.items()}
+    return {
+        n: t.mT if is_turned and ".experts." in n else t for n, t in weights.items()
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_are_exported_and_sent_as_what_was_merged(family: str, folder: Path, trained):
+def test_adapters_are_exported_and_sent_as_what_was_merged(
+    family: str, folder: Path, trained
+):
     outputs = trained(family, f"one{LORA}")
     path = folder / f"{family}.one{LORA}-adapters"
     adapters = load_file(path / "adapter_model.safetensors")
@@ -205,19 +234,24 @@ def test_adapters_are_exported_and_sent_as_what_was_merged(family: str, folder: 
     first = in_memory(family, outputs["first"]["weights"])
     weights = in_memory(family, outputs["weights"])
     modules = [name for name, _ in plain_model(folder / family).named_modules()]
-    targets = [name for name in modules if re.fullmatch(settings["target_modules"], name)]
+    targets = [
+        name for name in modules if re.fullmatch(settings["target_modules"], name)
+    ]
     adapted = ATTENTION if family in MIXTURES else FUSED
     parts = {part for parts in matrices_named(adapted).values() for part in parts}
     decoder = [name for name in modules if ".layers." in name and "visual" not in name]
     assert targets == [name for name in decoder if name.rpartition(".")[2] in parts]
     assert {
-        name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in adapters
+        name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+        for name in adapters
     } == {*targets}
     for name, base in first.items():
         expected = base
         module = name.removesuffix(".weight")
         if module in targets:
-            a, b = (adapters[f"base_model.model.{module}.lora_{x}.weight"] for x in "AB")
+            a, b = (
+                adapters[f"base_model.model.{module}.lora_{x}.weight"] for x in "AB"
+            )
             expected = base + SCALE * b @ a
             assert not torch.equal(weights[name], base)
         torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-7)
@@ -228,7 +262,9 @@ def test_adapters_are_exported_and_sent_as_what_was_merged(family: str, folder: 
 
 
 @pytest.mark.parametrize(("family", "layout"), ADAPTED)
-def test_layouts_train_adapters_behind_images_like_one_rank(family, layout, folder, trained):
+def test_layouts_train_adapters_behind_images_like_one_rank(
+    family, layout, folder, trained
+):
     check_alike(trained(family, f"{layout}{LORA}"), trained(family, f"one{LORA}"))
     ours, one_rank = (
         load_file(folder / f"{family}.{name}{LORA}-adapters/adapter_model.safetensors")
@@ -238,7 +274,9 @@ def test_layouts_train_adapters_behind_images_like_one_rank(family, layout, fold
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_critic_values_replies_behind_images_like_plain_transformers(family, folder, trained):
+def test_a_critic_values_replies_behind_images_like_plain_transformers(
+    family, folder, trained
+):
     outputs = trained(family, f"one{CRITIC}")
     config = config_of(folder / family, f"one{CRITIC}")
     model = plain_model(folder / family)
@@ -251,7 +289,9 @@ def test_a_critic_values_replies_behind_images_like_plain_transformers(family, f
 
     def values() -> torch.Tensor:
         # The value before a token is that of the token before it.
-        expected_outputs = plain_outputs(model, folder / family, conversations(folder / family))
+        expected_outputs = plain_outputs(
+            model, folder / family, conversations(folder / family)
+        )
         return torch.cat([output[-1 - SAMPLED : -1, 0] for output in expected_outputs])
 
     before = values()
@@ -260,7 +300,9 @@ def test_a_critic_values_replies_behind_images_like_plain_transformers(family, f
     norm = adam_step(model, loss, LEARNING_RATE, eps=ADAM_EPS)
     assert outputs["norm"].item() == pytest.approx(norm, rel=1e-5)
     # Features of images reach the values: the tower has gradients.
-    assert any(p.grad.abs().max() > 1e-6 for n, p in model.named_parameters() if "visual" in n)
+    assert any(
+        p.grad.abs().max() > 1e-6 for n, p in model.named_parameters() if "visual" in n
+    )
     with torch.no_grad():
         torch.testing.assert_close(outputs["after"], values(), rtol=1e-4, atol=1e-4)
 
@@ -273,5 +315,7 @@ def test_ranks_of_a_critic_value_replies_behind_images_like_one_rank(trained) ->
 
 def test_context_parallel_ranks_are_refused_images(folder: Path, monkeypatch) -> None:
     monkeypatch.setitem(LAYOUTS, "cp2", {"cp": 2})
-    with pytest.raises(ConfigError, match="cp must be 1 for a Qwen3VL.*would cut its images"):
+    with pytest.raises(
+        ConfigError, match="cp must be 1 for a Qwen3VL.*would cut its images"
+    ):
         config_of(folder / "qwen3_vl", "cp2")

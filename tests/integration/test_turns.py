@@ -38,9 +38,13 @@ def config_of(tmp_path: Path, turns: str, **changes: object) -> Config:
 
 
 @pytest.mark.parametrize("turns", ["pause", "sleep"])
-async def test_no_engine_samples_while_a_step_is_trained_beside_it(tmp_path, turns) -> None:
+async def test_no_engine_samples_while_a_step_is_trained_beside_it(
+    tmp_path, turns
+) -> None:
     config = config_of(tmp_path, turns)
-    servers = [FakeServer(config.controller.address, f"s{i}", delay_s=0.02) for i in range(2)]
+    servers = [
+        FakeServer(config.controller.address, f"s{i}", delay_s=0.02) for i in range(2)
+    ]
     trainer = TrainerBeside(config, *servers)
     summary = await play(config, *servers, trainer=trainer)
     assert (summary["code"], summary["steps"]) == (0, 12)
@@ -49,11 +53,15 @@ async def test_no_engine_samples_while_a_step_is_trained_beside_it(tmp_path, tur
     assert sum(not all(are_resting) for are_resting in trainer.resting) <= 1
     # The last checkpoint takes the memory of the optimizer's state again.
     assert trainer.resting_at_the_end == [turns == "sleep"] * 2
-    assert {give_back for server in servers for give_back in server.rests} == {turns == "sleep"}
+    assert {give_back for server in servers for give_back in server.rests} == {
+        turns == "sleep"
+    }
 
 
 @pytest.mark.parametrize("turns", ["pause", "sleep"])
-async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(tmp_path, turns):
+async def test_a_trainer_that_dies_in_a_step_is_followed_by_one_that_goes_on(
+    tmp_path, turns
+):
     config = config_of(tmp_path, turns)
     server = FakeServer(config.controller.address, "s", delay_s=0.01)
     first = TrainerBeside(config, server)

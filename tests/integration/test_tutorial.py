@@ -24,7 +24,10 @@ def read_through(folder: Path, model: Path, steps: int) -> Reader:
 def test_every_command_of_the_tutorial_works(tmp_path: Path, tiny_model: Path) -> None:
     # The steps are so many that the run has not ended when the second terminal has asked.
     reader = read_through(tmp_path, tiny_model, 30)
-    assert "28" in reader.outputs[next(c for c in reader.outputs if "slipstream check" in c)]
+    assert (
+        "28"
+        in reader.outputs[next(c for c in reader.outputs if "slipstream check" in c)]
+    )
     assert "reward held out" in reader.outputs["slipstream run reverse.toml"]
     assert "reverse" in reader.outputs["slipstream status"]
     assert reader.outputs["python replies.py"].count("<reply> ->") >= 4
@@ -40,7 +43,9 @@ def test_the_model_of_the_tutorial_learns(tmp_path: Path, tiny_model: Path) -> N
     assert summary["reward_heldout"] > 0.7
     # Which pair it reverses wrongly, if any, depends on what was sampled when.
     pairs = ["".join(pair) for pair in product("abcdef", repeat=2)]
-    replies = reader.say("python chat.py runs/reverse/checkpoints/final", map(" ".join, pairs))
+    replies = reader.say(
+        "python chat.py runs/reverse/checkpoints/final", map(" ".join, pairs)
+    )
     lines = ["".join(line.split()) for line in replies.splitlines()]
     right = sum(
         a == b

@@ -23,7 +23,15 @@ import tomli_w
 from slipstream.learner.controller.records.journal import read_records
 from support.rigs import namespaces
 from support.rigs.compose_file import DEPLOY, read_env, resolve, write_env
-from support.rigs.namespaces import Container, Host, Mount, Network, Socket, image_environ, poll
+from support.rigs.namespaces import (
+    Container,
+    Host,
+    Mount,
+    Network,
+    Socket,
+    image_environ,
+    poll,
+)
 
 MISSING = namespaces.missing()
 pytestmark = [
@@ -47,7 +55,9 @@ HOSTS = {
     "rollout-1": ("rollout.env", "rollout-server", {"SERVER_ID": "rollout-1"}),
 }
 # The settings name that of learner-0.
-ADDRESSES = dict(zip(HOSTS, ("10.0.0.10", "10.0.0.11", "10.0.0.20", "10.0.0.21"), strict=True))
+ADDRESSES = dict(
+    zip(HOSTS, ("10.0.0.10", "10.0.0.11", "10.0.0.20", "10.0.0.21"), strict=True)
+)
 # Secrets as the note of make_certificates.sh hands them out.
 FILES = {
     "learner": ("ca.pem", "server.pem", "server.key", "token", "redis.acl")
@@ -88,7 +98,9 @@ class Cluster:
     @property
     def has_ended(self) -> bool:
         """Whether a container has: the run needs every one of them to its end."""
-        return any(container.exit_code is not None for container in self.containers.values())
+        return any(
+            container.exit_code is not None for container in self.containers.values()
+        )
 
     def look(self) -> None:
         """Notes what listens at this moment."""
@@ -97,7 +109,10 @@ class Cluster:
 
     def logs(self) -> str:
         """The ends of all logs, for a failure's message."""
-        paths = [*self.folder.glob("hosts/*/*/log"), *self.folder.glob("*/runs/**/*.log")]
+        paths = [
+            *self.folder.glob("hosts/*/*/log"),
+            *self.folder.glob("*/runs/**/*.log"),
+        ]
         return "\n".join(
             f"--- {path.relative_to(self.folder)}\n{path.read_text(errors='replace')[-3000:]}"
             for path in sorted(paths)
@@ -126,7 +141,13 @@ def prepare_host(name: str, folder: Path, secrets: Path, model: Path) -> dict[st
     example, profile, differences = HOSTS[name]
     places = {
         key: folder / key.partition("_")[0].lower()
-        for key in ("SECRETS_DIR", "MODEL_DIR", "ENVIRONMENTS_DIR", "RUNS_DIR", "QUEUE_DIR")
+        for key in (
+            "SECRETS_DIR",
+            "MODEL_DIR",
+            "ENVIRONMENTS_DIR",
+            "RUNS_DIR",
+            "QUEUE_DIR",
+        )
     }
     for key, place in places.items():
         if key == "MODEL_DIR":
@@ -145,7 +166,10 @@ def prepare_host(name: str, folder: Path, secrets: Path, model: Path) -> dict[st
         os.chown(path, USER, USER)
     variables = read_env(DEPLOY / "env" / example) | differences
     variables |= {key: str(place) for key, place in places.items()}
-    variables |= {"CONFIG_FILE": str(folder / "cluster.toml"), "SLIPSTREAM_USER": f"{USER}:{USER}"}
+    variables |= {
+        "CONFIG_FILE": str(folder / "cluster.toml"),
+        "SLIPSTREAM_USER": f"{USER}:{USER}",
+    }
     variables["NETWORK_INTERFACE"] = "eth0"
     env_file = write_env(folder / "host.env", variables)
     services: dict[str, Any] = resolve(env_file, profile, shell={})
@@ -157,7 +181,9 @@ def start(host: Host, name: str, model: dict[str, Any], folder: Path) -> Contain
     service = model["services"][name]
     mounts = [
         Mount(
-            Path(volume["source"]) if volume["type"] == "bind" else folder / volume["source"],
+            Path(volume["source"])
+            if volume["type"] == "bind"
+            else folder / volume["source"],
             Path(volume["target"]),
             writable=not volume.get("read_only"),
         )
@@ -172,7 +198,9 @@ def start(host: Host, name: str, model: dict[str, Any], folder: Path) -> Contain
         program = Path(__file__).parents[1] / "support" / "fakes" / "tls_valkey.py"
         mounts.append(Mount(program, Path("/tls_valkey.py")))
         command = ["python", "/tls_valkey.py", *command[1:]]
-    settings = {k: v for k, v in (service.get("environment") or {}).items() if v is not None}
+    settings = {
+        k: v for k, v in (service.get("environment") or {}).items() if v is not None
+    }
     assert service["user"] == f"{USER}:{USER}"
     return host.run(
         name,
@@ -200,7 +228,9 @@ def ask(container: Container, service: dict[str, Any], *, token: str, ca: str) -
 def make_foreign_secrets(folder: Path) -> None:
     """The token and the authority of another run."""
     make = DEPLOY / "make_certificates.sh"
-    subprocess.run([make, folder / "foreign", "10.0.0.10"], check=True, capture_output=True)
+    subprocess.run(
+        [make, folder / "foreign", "10.0.0.10"], check=True, capture_output=True
+    )
     for file in ("token", "ca.pem"):
         place = folder / "environments" / f"foreign-{file}"
         shutil.copy(folder / "foreign" / file, place)
@@ -241,14 +271,19 @@ def carry_out(cluster: Cluster, models: dict[str, dict[str, Any]]) -> None:
         cluster.containers[service] = start(hosts[host], service, models[host], folder)
     for host in ("rollout-0", "rollout-1"):
         folder = cluster.folder / host
-        cluster.containers[host] = start(hosts[host], "rollout-server", models[host], folder)
+        cluster.containers[host] = start(
+            hosts[host], "rollout-server", models[host], folder
+        )
     learner = cluster.containers["learner"]
     service = models["learner-0"]["services"]["learner"]
     for _ in poll(READY_LIMIT_S, every_s=1.0):
         if healthy(learner, service) or cluster.has_ended:
             break
     run = {"token": "/run/secrets/token", "ca": "/run/secrets/tls_ca"}
-    foreign = {"token": "/environments/foreign-token", "ca": "/environments/foreign-ca.pem"}
+    foreign = {
+        "token": "/environments/foreign-token",
+        "ca": "/environments/foreign-ca.pem",
+    }
     for what, secrets in {
         "right": run,
         "wrong token": run | {"token": foreign["token"]},
@@ -289,7 +324,11 @@ def cluster() -> Iterator[Cluster]:
             folder / "model",
         ]
         subprocess.run(make_model, check=True, capture_output=True)
-        make_certificates = [DEPLOY / "make_certificates.sh", folder / "secrets", "10.0.0.10"]
+        make_certificates = [
+            DEPLOY / "make_certificates.sh",
+            folder / "secrets",
+            "10.0.0.10",
+        ]
         subprocess.run(make_certificates, check=True, capture_output=True)
         with Network(folder / "hosts", user=USER) as network:
             models = {}
@@ -318,7 +357,9 @@ def summary(cluster: Cluster) -> dict[str, Any]:
 
 
 def test_every_container_ends_in_order(cluster: Cluster) -> None:
-    assert set(cluster.exit_codes.values()) == {0}, f"{cluster.exit_codes}\n{cluster.logs()}"
+    assert set(cluster.exit_codes.values()) == {0}, (
+        f"{cluster.exit_codes}\n{cluster.logs()}"
+    )
 
 
 def test_all_steps_are_trained_and_no_token_is_missing(summary: dict[str, Any]) -> None:
@@ -330,16 +371,25 @@ def test_all_steps_are_trained_and_no_token_is_missing(summary: dict[str, Any]) 
 def test_both_learner_hosts_train(cluster: Cluster) -> None:
     places = {"learner-0": 0, "learner-1": 1}
     logs = {
-        host: cluster.folder / host / "runs" / "first" / "logs" / f"trainer-rank-{rank}.log"
+        host: cluster.folder
+        / host
+        / "runs"
+        / "first"
+        / "logs"
+        / f"trainer-rank-{rank}.log"
         for host, rank in places.items()
     }
     assert all(path.exists() for path in logs.values())
     assert "on cpu, 2 ranks: tp 1, pp 1, cp 1, dp 2" in logs["learner-0"].read_text()
-    message = (cluster.folder / "hosts" / "learner-1" / "learner-node" / "log").read_text()
+    message = (
+        cluster.folder / "hosts" / "learner-1" / "learner-node" / "log"
+    ).read_text()
     assert "ranks 1 to 1 of 2 meet the others at 10.0.0.10:29500, within" in message
 
 
-def test_both_rollout_servers_have_a_share(cluster: Cluster, summary: dict[str, Any]) -> None:
+def test_both_rollout_servers_have_a_share(
+    cluster: Cluster, summary: dict[str, Any]
+) -> None:
     records = read_records(cluster.folder / "learner-0" / "runs" / "first" / "journal")
     leases = [record for record in records if record["kind"] == "lease"]
     assert len(leases) == NUM_STEPS * GROUPS_PER_STEP
@@ -347,7 +397,9 @@ def test_both_rollout_servers_have_a_share(cluster: Cluster, summary: dict[str, 
     assert summary["publishes"] >= NUM_STEPS
 
 
-def test_trajectories_come_by_the_queue(cluster: Cluster, summary: dict[str, Any]) -> None:
+def test_trajectories_come_by_the_queue(
+    cluster: Cluster, summary: dict[str, Any]
+) -> None:
     logs = list((cluster.folder / "learner-0" / "queue").rglob("*.aof"))
     written = b"".join(path.read_bytes() for path in logs).lower()
     num_trajectories = NUM_STEPS * GROUPS_PER_STEP * GROUP_SIZE
@@ -368,7 +420,11 @@ def test_only_the_right_token_and_authority_are_answered(cluster: Cluster) -> No
 
 def test_containers_see_what_is_mounted_and_no_more(cluster: Cluster) -> None:
     answers = cluster.answers
-    assert answers["secrets"].stdout.split() == ["redis_rollout_password", "tls_ca", "token"]
+    assert answers["secrets"].stdout.split() == [
+        "redis_rollout_password",
+        "tls_ca",
+        "token",
+    ]
     assert "No such file" in answers["outside"].stderr
     assert answers["write"].stderr.count("Read-only file system") == 2
 
@@ -391,7 +447,9 @@ def test_nothing_listens_on_all_addresses(cluster: Cluster) -> None:
     }
 
 
-def test_rollout_servers_open_no_port_to_others_but_that_of_the_weights(cluster: Cluster) -> None:
+def test_rollout_servers_open_no_port_to_others_but_that_of_the_weights(
+    cluster: Cluster,
+) -> None:
     for name in ("rollout-0", "rollout-1"):
         address = cluster.network.hosts[name].address
         for socket in cluster.sockets[name]:

@@ -122,7 +122,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "biases": {
         "model": "mixture",
         "learner": {
-            "transformer": {"moe_router_bias_update_rate": 0.001, "moe_aux_loss_coeff": 0.01}
+            "transformer": {
+                "moe_router_bias_update_rate": 0.001,
+                "moe_aux_loss_coeff": 0.01,
+            }
         },
     },
     "rounded": {
@@ -130,12 +133,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "learner": {"transformer": {"moe_router_bias_update_rate": 0.001}},
         "tables": {"model": {"dtype": "bfloat16"}},
     },
-    "critic": {"tables": {"critic": {"learning_rate": 1e-3}, "algorithm": {"advantage": "gae"}}},
+    "critic": {
+        "tables": {"critic": {"learning_rate": 1e-3}, "algorithm": {"advantage": "gae"}}
+    },
     "drafts": {"tables": {"drafts": {"tokens": 2, "learning_rate": 0.01}}},
     "float16": {"tables": {"model": {"dtype": "float16"}}},
 }
 # If the critic alone finds a fault, the policy has been trained.
-BAD = {kind: (*POISONS, "gradient") for kind in KINDS} | {"critic": ("token", "pixels", "gradient")}
+BAD = {kind: (*POISONS, "gradient") for kind in KINDS} | {
+    "critic": ("token", "pixels", "gradient")
+}
 for kind, told in KINDS.items():
     JOBS |= {
         f"{kind}-plain": Job(**told),
@@ -144,7 +151,9 @@ for kind, told in KINDS.items():
 for layout in ({"dp": 1}, {"tp": 2}, {"cp": 2}):
     (name,) = layout
     parallel = {} if name == "dp" else {"parallel": layout}
-    JOBS[f"biases-{name}"] = Job(2, KINDS["biases"]["learner"] | parallel, model="mixture")
+    JOBS[f"biases-{name}"] = Job(
+        2, KINDS["biases"]["learner"] | parallel, model="mixture"
+    )
 CP = {"parallel": {"cp": 2}}
 JOBS |= {
     "trees-plain": Job(2, CP, trees=True),
@@ -166,7 +175,9 @@ def poisoned_batch(step: int, name: str, *, trees: bool = False) -> Batch:
         trajectories = [nothing(trajectory) for trajectory in trajectories]
     elif name != "gradient":
         trajectories[FAULTY] = POISONS[name](trajectories[FAULTY])
-    return dataclasses.replace(batch, batch_id=f"bad-{name}", trajectories=tuple(trajectories))
+    return dataclasses.replace(
+        batch, batch_id=f"bad-{name}", trajectories=tuple(trajectories)
+    )
 
 
 def nothing(trajectory: Trajectory) -> Trajectory:
@@ -273,8 +284,13 @@ def state_of(trainer: object) -> dict[str, int]:
             found |= {f"{name}.{key}": value for key, value in tensors}
         if (optimizer := getattr(model, "optimizer", None)) is not None:
             state = optimizer_state(optimizer, model.chunks)
-            found |= {f"{name}.optimizer.{place}": value for place, value in enumerate(state)}
-            groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+            found |= {
+                f"{name}.optimizer.{place}": value for place, value in enumerate(state)
+            }
+            groups = [
+                {k: v for k, v in g.items() if k != "params"}
+                for g in optimizer.param_groups
+            ]
             found[f"{name}.groups"] = repr(groups)
             found[f"{name}.scale"] = repr(model.scaler and model.scaler.state_dict())
     if policy.drafts is not None:
@@ -285,7 +301,12 @@ def state_of(trainer: object) -> dict[str, int]:
         name: zlib.crc32(
             value.encode()
             if isinstance(value, str)
-            else value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            else value.detach()
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .numpy()
+            .tobytes()
         )
         for name, value in found.items()
         if not name.endswith("local_tokens_per_expert")
@@ -294,12 +315,19 @@ def state_of(trainer: object) -> dict[str, int]:
 
 def make_sigmoid_mixture(folder: Path) -> None:
     """A mixture of experts with biases, which choose them and do not weigh them."""
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "head_dim": 16,
+    }
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2}
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 8}
     kinds = {"scoring_func": "sigmoid", "use_routing_bias": True, "dtype": "float32"}
     torch.manual_seed(0)
-    model = random_model("MiniMaxM2", sizes | heads | experts | kinds | {"pad_token_id": None})
+    model = random_model(
+        "MiniMaxM2", sizes | heads | experts | kinds | {"pad_token_id": None}
+    )
     make_tokenizer(folder)
     model.save_pretrained(folder)
 
@@ -319,7 +347,9 @@ def break_gradient(trainer: object) -> None:
 
     step.run = run
     parameters = dict(step.policy.chunks[0].named_parameters())
-    (norm,) = (p for name, p in parameters.items() if name.endswith("final_layernorm.weight"))
+    (norm,) = (
+        p for name, p in parameters.items() if name.endswith("final_layernorm.weight")
+    )
     norm.register_hook(spoil)
 
 
@@ -331,7 +361,9 @@ def break_weights(trainer: object) -> None:
     def run(batch: Batch) -> object:
         if batch.step:
             with torch.no_grad():
-                next(iter(step.policy.chunks[0].parameters())).view(-1)[0] = float("nan")
+                next(iter(step.policy.chunks[0].parameters())).view(-1)[0] = float(
+                    "nan"
+                )
         return real(batch)
 
     step.run = run
@@ -358,7 +390,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def told_by(pool: RankPool, folder: Path, world_size: int) -> dict[str, list[dict]]:
     """What the ranks of each job told, by rank."""
-    sizes = {name: world_size for name, job in JOBS.items() if job.world_size == world_size}
+    sizes = {
+        name: world_size for name, job in JOBS.items() if job.world_size == world_size
+    }
     return pool.found(__file__, sizes, folder, "{}-{}.pt")
 
 
@@ -378,9 +412,15 @@ def check_poisoned(poisoned: dict, plain: dict) -> None:
     assert poisoned["steps"] == plain["steps"] == ["batch-0", "batch-1"]
     assert poisoned["digests"] == plain["digests"]
     assert plain["failures"] == []
-    assert [batch for _, _, batch, _ in poisoned["failures"]] == [f"bad-{n}" for n in POISONS]
-    assert all((step, groups) == (1, [GROUP]) for _, step, _, groups in poisoned["failures"])
-    causes = dict(zip(POISONS, (message for message, *_ in poisoned["failures"]), strict=True))
+    assert [batch for _, _, batch, _ in poisoned["failures"]] == [
+        f"bad-{n}" for n in POISONS
+    ]
+    assert all(
+        (step, groups) == (1, [GROUP]) for _, step, _, groups in poisoned["failures"]
+    )
+    causes = dict(
+        zip(POISONS, (message for message, *_ in poisoned["failures"]), strict=True)
+    )
     assert causes.pop("length").startswith("a sequence of ")
     assert causes.pop("pixels").startswith(f"{ID}: an image cannot be read: ")
     assert causes == CAUSES
@@ -391,18 +431,26 @@ def test_a_rank_goes_on_with_the_same_weights_after_each_kind_of_bad_batch(one_r
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_is_left_of_a_bad_batch(kind: str, one_rank: dict[str, list[dict]]) -> None:
+def test_nothing_is_left_of_a_bad_batch(
+    kind: str, one_rank: dict[str, list[dict]]
+) -> None:
     poisoned = one_rank[f"{kind}-poisoned"][0]
     plain = one_rank[f"{kind}-plain"][0]
     assert poisoned["error"] == plain["error"] == ""
     assert len(poisoned["failures"]) == len(BAD[kind])
-    changed = [name for name, value in plain["state"].items() if poisoned["state"][name] != value]
+    changed = [
+        name
+        for name, value in plain["state"].items()
+        if poisoned["state"][name] != value
+    ]
     assert not changed
     assert poisoned["digests"] == plain["digests"]
 
 
 @pytest.mark.parametrize("kind", ["biases", "rounded"])
-def test_biases_move_once_with_each_step(kind: str, one_rank: dict[str, list[dict]]) -> None:
+def test_biases_move_once_with_each_step(
+    kind: str, one_rank: dict[str, list[dict]]
+) -> None:
     biases = np.float32(one_rank[f"{kind}-plain"][0]["biases"])
     steps = np.float32([-0.002, -0.001, 0.0, 0.001, 0.002])
     assert np.isin(biases, steps).all()
@@ -420,7 +468,9 @@ def test_biases_move_alike_on_ranks_that_share_a_batch(
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["dp", "tp", "pp", "cp", "trees"])
-def test_two_ranks_agree_and_go_on(layout: str, two_ranks: dict[str, list[dict]]) -> None:
+def test_two_ranks_agree_and_go_on(
+    layout: str, two_ranks: dict[str, list[dict]]
+) -> None:
     main, other = two_ranks[f"{layout}-poisoned"]
     check_poisoned(main, two_ranks[f"{layout}-plain"][0])
     assert (other["error"], other["failures"]) == ("", [])
@@ -430,7 +480,9 @@ def test_the_faulty_episode_is_a_tree() -> None:
     assert len(good_batch(1, trees=True).trajectories[FAULTY].branches) > 1
 
 
-def test_a_batch_without_a_sampled_token_is_reported(one_rank: dict[str, list[dict]]) -> None:
+def test_a_batch_without_a_sampled_token_is_reported(
+    one_rank: dict[str, list[dict]],
+) -> None:
     facts = one_rank["empty"][0]
     assert facts["error"] == ""
     (failure,) = facts["failures"]
@@ -439,32 +491,45 @@ def test_a_batch_without_a_sampled_token_is_reported(one_rank: dict[str, list[di
     assert facts["digests"] == one_rank["plain"][0]["digests"]
 
 
-def test_parameters_without_a_finite_gradient_are_named(one_rank: dict[str, list[dict]]) -> None:
+def test_parameters_without_a_finite_gradient_are_named(
+    one_rank: dict[str, list[dict]],
+) -> None:
     facts = one_rank["gradient"][0]
     plain = one_rank["plain"][0]
     (failure,) = facts["failures"]
     assert failure[0].startswith("the gradient norm is nan, not finite in 1 of ")
-    assert " parameters, first in decoder.final_layernorm.weight; the weights were" in failure[0]
+    assert (
+        " parameters, first in decoder.final_layernorm.weight; the weights were"
+        in failure[0]
+    )
     # Nothing of it is left.
     assert facts["digests"] == plain["digests"]
 
 
-def test_a_step_that_changed_weights_before_it_failed_starts_again(one_rank: dict[str, list[dict]]):
+def test_a_step_that_changed_weights_before_it_failed_starts_again(
+    one_rank: dict[str, list[dict]],
+):
     facts = one_rank["second-mini-batch"][0]
     (failure,) = facts["failures"]
     assert failure[3] == [GROUP]
-    assert facts["error"].startswith("StartAgain: step 2 changed weights before it failed")
+    assert facts["error"].startswith(
+        "StartAgain: step 2 changed weights before it failed"
+    )
     assert facts["steps"] == ["batch-0"]
 
 
-def test_weights_that_are_no_numbers_are_not_the_batchs_fault(one_rank: dict[str, list[dict]]):
+def test_weights_that_are_no_numbers_are_not_the_batchs_fault(
+    one_rank: dict[str, list[dict]],
+):
     facts = one_rank["broken-weights"][0]
     assert facts["failures"] == []
     assert facts["error"].startswith("RunFailed: ")
     assert "weights" in facts["error"]
 
 
-def test_without_another_batch_the_trainer_fails_with_the_cause(one_rank: dict[str, list[dict]]):
+def test_without_another_batch_the_trainer_fails_with_the_cause(
+    one_rank: dict[str, list[dict]],
+):
     facts = one_rank["for-good"][0]
     assert facts["error"] == f"UntrainableBatch: {CAUSES['loss']}"
     assert facts["steps"] == ["batch-0"]

@@ -34,15 +34,21 @@ def planted(whole_run: Path, tmp_path: Path) -> Planted:
     return Planted(whole_run, tmp_path)
 
 
-def test_a_whole_run_has_no_fault(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run_has_no_fault(
+    planted: Planted, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert planted.faults() == []
     assert run_verify(planted.folder) == 0
     unchecked, line = capsys.readouterr().out.splitlines()
     assert unchecked == "not checked: journal/rows"
-    assert re.search(rf"/r: {STEPS} steps, \d+ trained tokens, at most [12] late; faults: 0$", line)
+    assert re.search(
+        rf"/r: {STEPS} steps, \d+ trained tokens, at most [12] late; faults: 0$", line
+    )
 
 
-def test_the_end_of_a_run_stores_what_a_start_needs_of_its_rows(whole_run: Path) -> None:
+def test_the_end_of_a_run_stores_what_a_start_needs_of_its_rows(
+    whole_run: Path,
+) -> None:
     history, num_bytes = open_rows(whole_run, pytest.fail)
     assert history.newest_version == STEPS
     assert num_bytes == (whole_run / "metrics.jsonl").stat().st_size
@@ -64,7 +70,9 @@ def lease_of_nobody(planted: Planted) -> dict:
 
 def with_span(name: str, value: int) -> Callable[[Planted], None]:
     """Another version of a token of step 4."""
-    return in_batch(lambda b: setattr(b.trajectories[0].version_spans[0].version, name, value), 4)
+    return in_batch(
+        lambda b: setattr(b.trajectories[0].version_spans[0].version, name, value), 4
+    )
 
 
 def in_batch(change: Change, step: int = 2) -> Callable[[Planted], None]:
@@ -109,20 +117,29 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         "was trained before",
     ),
     "a trained trajectory had ended": (
-        lambda p: p.records.insert(-1, {"kind": "end", "id": ended_name(p), "end": "cancelled"}),
+        lambda p: p.records.insert(
+            -1, {"kind": "end", "id": ended_name(p), "end": "cancelled"}
+        ),
         "1 trajectories were trained and ended otherwise behind that",
     ),
     "a trajectory ends twice": (
-        lambda p: p.records.extend([{"kind": "end", "id": "g9.0.0.1", "end": "failed"}] * 2),
+        lambda p: p.records.extend(
+            [{"kind": "end", "id": "g9.0.0.1", "end": "failed"}] * 2
+        ),
         "g9.0.0.1 ended twice, as failed",
     ),
-    "a member is lost": (in_batch(lambda b: b.trajectories.pop()), "in step 2: 3 and 4"),
+    "a member is lost": (
+        in_batch(lambda b: b.trajectories.pop()),
+        "in step 2: 3 and 4",
+    ),
     "a group is lost": (
         lambda p: p.records.append(lease_of_nobody(p)),
         "was to be trained by step 1",
     ),
     "a group's number is missing": (
-        lambda p: p.records.append(lease_of_nobody(p) | {"group": "g900000", "deadline": 99}),
+        lambda p: p.records.append(
+            lease_of_nobody(p) | {"group": "g900000", "deadline": 99}
+        ),
         "the place of g900000: 900000 and",
     ),
     "a group is leased after its end": (more("lease"), "was leased after its end"),
@@ -150,13 +167,19 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         in_batch(lambda b: setattr(b.header, "step", 3)),
         "batch 2: (3, 'b000002') and (2, 'b000002')",
     ),
-    "a batch has other groups": (lambda p: p.one("batch")["groups"].pop(), "groups of step 2: ["),
+    "a batch has other groups": (
+        lambda p: p.one("batch")["groups"].pop(),
+        "groups of step 2: [",
+    ),
     "a batch has too few groups": (
         in_file("config.toml", r"(?s)^.*?\n(.*groups_per_step = )\d+", r"\g<1>9"),
         "number of groups of step 0: ",
     ),
     "a token is too old": (with_span("step", 1), "of step 4 has lag 3"),
-    "a token is of no version": (with_span("incarnation", 3), "no step made version (3, "),
+    "a token is of no version": (
+        with_span("incarnation", 3),
+        "no step made version (3, ",
+    ),
     "a trajectory is of another run": (
         in_batch(lambda b: setattr(b.trajectories[0], "run_id", "other")),
         ": other and ",
@@ -170,10 +193,18 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         "tokens and versions of ",
     ),
     "a step is gone": (without("step"), "trained steps: without [2], beyond [5]"),
-    "another version": (in_record("step", version=[0, 9]), "the version of step 2: 9 and 3"),
-    "other weights": (more("step", digest="00"), "weights of version (0, 3) in step 2: 00 and "),
+    "another version": (
+        in_record("step", version=[0, 9]),
+        "the version of step 2: 9 and 3",
+    ),
+    "other weights": (
+        more("step", digest="00"),
+        "weights of version (0, 3) in step 2: 00 and ",
+    ),
     "a checkpoint has other weights": (
-        lambda p: p.records.append({"kind": "checkpoint", "version": [0, 3], "digest": "00"}),
+        lambda p: p.records.append(
+            {"kind": "checkpoint", "version": [0, 3], "digest": "00"}
+        ),
         "weights of version (0, 3) in a checkpoint: 00 and ",
     ),
     "lags of a step": (in_record("step", lags=[[0, 1]]), "lags of step 2: Counter"),
@@ -181,17 +212,41 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         lambda p: p.one("batch")["tokens"][0].__setitem__(2, 1),
         "tokens of step 2: ",
     ),
-    "the last weights": (changed_summary("weight_digest", "00"), "the last weights: 00 and "),
-    "the difference": (changed_summary("difference", 5), "the ledger's difference: 5 and 0"),
+    "the last weights": (
+        changed_summary("weight_digest", "00"),
+        "the last weights: 00 and ",
+    ),
+    "the difference": (
+        changed_summary("difference", 5),
+        "the ledger's difference: 5 and 0",
+    ),
     "the gaps": (changed_summary("gaps", ["x"]), "the ledger's gaps: ['x'] and []"),
     "the sum": (changed_summary("generated", 1), "the ledger's tokens: 1 and "),
-    "the ends": (changed_summary("evaluated", 99), "the ledger's evaluated tokens: 99 and "),
-    "the trained tokens": (changed_summary("trained_tokens", 1), "the trained tokens: 1 and "),
-    "the ledger's trained tokens": (changed_summary("trained", 1), "the trained tokens: 1 and "),
-    "the lags": (changed_summary("tokens_by_lag", {"0": 1}), "the tokens by lag: {0: 1} and "),
+    "the ends": (
+        changed_summary("evaluated", 99),
+        "the ledger's evaluated tokens: 99 and ",
+    ),
+    "the trained tokens": (
+        changed_summary("trained_tokens", 1),
+        "the trained tokens: 1 and ",
+    ),
+    "the ledger's trained tokens": (
+        changed_summary("trained", 1),
+        "the trained tokens: 1 and ",
+    ),
+    "the lags": (
+        changed_summary("tokens_by_lag", {"0": 1}),
+        "the tokens by lag: {0: 1} and ",
+    ),
     "the number of steps": (changed_summary("steps", 9), f"the steps: 9 and {STEPS}"),
-    "no summary": (lambda p: (p.folder / "summary.json").unlink(), "summary.json cannot be read"),
-    "records of another run": (more("start", run_id="other"), "the runs of the journal: 2 and 1"),
+    "no summary": (
+        lambda p: (p.folder / "summary.json").unlink(),
+        "summary.json cannot be read",
+    ),
+    "records of another run": (
+        more("start", run_id="other"),
+        "the runs of the journal: 2 and 1",
+    ),
     "a record of another release": (
         lambda p: p.records.append({"kind": "weather", "rain": True}),
         "of the journal is of another release: a record 'weather' is not known to slipstream-rl ",
@@ -242,15 +297,24 @@ CHANGES: dict[str, tuple[Callable[[Planted], object], str]] = {
         "journal/journal.log is not what it was when summary.json was written",
     ),
     "a rate that is none of its tokens": (
-        in_file("metrics.jsonl", r'"trained_tokens_per_s": ', '"trained_tokens_per_s": 1'),
+        in_file(
+            "metrics.jsonl", r'"trained_tokens_per_s": ', '"trained_tokens_per_s": 1'
+        ),
         "metrics.jsonl has trained_tokens_per_s 1",
     ),
     "groups of an environment with equal rewards": (
-        in_file("metrics.jsonl", r'"e/equal_rewards_fraction": ', '"e/equal_rewards_fraction": 1'),
+        in_file(
+            "metrics.jsonl",
+            r'"e/equal_rewards_fraction": ',
+            '"e/equal_rewards_fraction": 1',
+        ),
         "metrics.jsonl has e/equal_rewards_fraction 1",
     ),
     "the bytes of a batch": (in_record("batch", num_bytes=7), "bytes of batch 2: "),
-    "the trajectories of a batch": (in_record("batch", trajectories=7), "trajectories of step 2: "),
+    "the trajectories of a batch": (
+        in_record("batch", trajectories=7),
+        "trajectories of step 2: ",
+    ),
     "a kept episode": (
         in_file("trajectories.jsonl", r'"reward": [^,]+', '"reward": 7'),
         "step 1 in trajectories.jsonl: 7 and ",
@@ -316,7 +380,10 @@ FILE_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
         added("operations/1.request"),
         "bytes and digest of operations/1.request: (6, ",
     ),
-    "no stored operation": (gone("operations/1.request"), "operations/1.request is missing"),
+    "no stored operation": (
+        gone("operations/1.request"),
+        "operations/1.request is missing",
+    ),
     "not the newest stored operation": (
         gone("operations/2.request"),
         "operations/2.request is missing",
@@ -370,7 +437,12 @@ FILE_CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def folder_with_operations(planted: Planted) -> Path:
     """A run with operations and a final model, of which its summary knows."""
     files = ManifestedFolder(planted.folder / "operations")
-    for name, content in [("0", "spent"), ("1", "first"), ("2", "second"), ("2", "second again")]:
+    for name, content in [
+        ("0", "spent"),
+        ("1", "first"),
+        ("2", "second"),
+        ("2", "second again"),
+    ]:
         files.write(f"{name}.request", content.encode())
     files.remove(["0.request"])
     files.write("2.request", b"second at last")
@@ -436,7 +508,9 @@ def test_a_start_behind_the_summary_is_told(planted: Planted) -> None:
     summary_path.write_text(f"{json.dumps(summary, indent=2)}\n")
     findings = examine(planted.folder)
     assert findings.faults == []
-    assert findings.losses == ["journal/journal-2.log is of a start behind summary.json"]
+    assert findings.losses == [
+        "journal/journal-2.log is of a start behind summary.json"
+    ]
 
 
 def test_what_a_kill_leaves_among_operations_is_no_fault(planted: Planted) -> None:
@@ -506,24 +580,46 @@ def manifest(planted: Planted, **changes: object) -> None:
         ({}, ""),
         ({"step": 4}, "a checkpoint: step-000003 and step-000004"),
         ({"weight_digest": "00"}, "weights of version (0, 3) in step-000003: 00 and "),
-        ({"files": [{"path": "weights", "num_bytes": 4}]}, "step-000003/weights: 3 and 4"),
-        ({"files": [{"path": "../../summary.json", "num_bytes": 4}]}, "summary.json: None and 4"),
-        ({"files": [{"path": "/etc/passwd", "num_bytes": 4}]}, "/etc/passwd: None and 4"),
+        (
+            {"files": [{"path": "weights", "num_bytes": 4}]},
+            "step-000003/weights: 3 and 4",
+        ),
+        (
+            {"files": [{"path": "../../summary.json", "num_bytes": 4}]},
+            "summary.json: None and 4",
+        ),
+        (
+            {"files": [{"path": "/etc/passwd", "num_bytes": 4}]},
+            "/etc/passwd: None and 4",
+        ),
         (
             {"files": [{"path": "weights", "num_bytes": 3, "digest": "00"}]},
             "the digest of step-000003/weights: ",
         ),
-        ({"files": []}, "step-000003 has a file that its manifest does not name: weights"),
-        ({"files": None}, "the manifest of step-000003 is not what a run writes: TypeError"),
+        (
+            {"files": []},
+            "step-000003 has a file that its manifest does not name: weights",
+        ),
+        (
+            {"files": None},
+            "the manifest of step-000003 is not what a run writes: TypeError",
+        ),
     ],
 )
-def test_a_checkpoint_is_of_a_version_of_the_journal(planted: Planted, changes, told) -> None:
+def test_a_checkpoint_is_of_a_version_of_the_journal(
+    planted: Planted, changes, told
+) -> None:
     manifest(planted, **changes)
     faults = planted.faults()
     assert any(told in text for text in faults) if told else not faults
 
 
-FILES = ("config.toml", "journal/journal.log", "journal/batches/step-000002.pb", "metrics.jsonl")
+FILES = (
+    "config.toml",
+    "journal/journal.log",
+    "journal/batches/step-000002.pb",
+    "metrics.jsonl",
+)
 
 
 def exported(planted: Planted, **changes: object) -> Path:
@@ -531,18 +627,26 @@ def exported(planted: Planted, **changes: object) -> Path:
     folder = planted.folder / "exports" / "step-000003"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    version = {"version": 3, "incarnation": 0, "weight_digest": planted.one("step")["digest"]}
+    version = {
+        "version": 3,
+        "incarnation": 0,
+        "weight_digest": planted.one("step")["digest"],
+    }
     (folder / "slipstream-version.json").write_text(json.dumps(version | changes))
     write_export_manifest(folder)
     return folder
 
 
-def test_a_folder_beside_training_is_of_a_version_of_the_journal(planted: Planted) -> None:
+def test_a_folder_beside_training_is_of_a_version_of_the_journal(
+    planted: Planted,
+) -> None:
     exported(planted)
     assert planted.faults() == []
 
 
-def test_a_folder_beside_training_with_other_weights_is_a_fault(planted: Planted) -> None:
+def test_a_folder_beside_training_with_other_weights_is_a_fault(
+    planted: Planted,
+) -> None:
     folder = exported(planted, weight_digest="00")
     (folder / "config.json").write_text("[]")
     told = " ".join(planted.faults())
@@ -550,8 +654,12 @@ def test_a_folder_beside_training_with_other_weights_is_a_fault(planted: Planted
     assert "the digest of step-000003/config.json: " in told
 
 
-@pytest.mark.parametrize("name", (*FILES, "trajectories.jsonl", "groups.jsonl", "summary.json"))
-def test_a_pipe_into_which_nobody_writes_is_a_fault(planted: Planted, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", (*FILES, "trajectories.jsonl", "groups.jsonl", "summary.json")
+)
+def test_a_pipe_into_which_nobody_writes_is_a_fault(
+    planted: Planted, name: str
+) -> None:
     (planted.folder / name).unlink()
     os.mkfifo(planted.folder / name)
     assert examine(planted.folder).faults
@@ -575,7 +683,9 @@ def test_codes_and_texts_of_the_command(planted: Planted, capsys) -> None:
         run_verify(planted.folder / "nowhere")
     with (planted.folder / "command.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(ConfigError, match="is written by a run that goes on; end it first"):
+        with pytest.raises(
+            ConfigError, match="is written by a run that goes on; end it first"
+        ):
             run_verify(planted.folder)
 
 
@@ -598,7 +708,9 @@ def test_rows_that_a_crash_cut_off_are_no_fault(
     planted.write()
     planted.sign()
     text = "groups.jsonl lacks 3 of the 4 groups of step 3"
-    assert run_verify(planted.folder) == (0 if starts_again else 1), examine(planted.folder)
+    assert run_verify(planted.folder) == (0 if starts_again else 1), examine(
+        planted.folder
+    )
     line, _, end = capsys.readouterr().out.splitlines()
     assert line == (f"{text}, lost in a crash" if starts_again else text)
     assert end.endswith(f"faults: {0 if starts_again else 1}")

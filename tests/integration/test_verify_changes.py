@@ -37,7 +37,9 @@ def change_row(
 def step_place(planted: Planted) -> int:
     """The place of the row of step 3."""
     lines = (planted.folder / "metrics.jsonl").read_text().splitlines()
-    return next(place for place, line in enumerate(lines) if json.loads(line).get("step") == 3)
+    return next(
+        place for place, line in enumerate(lines) if json.loads(line).get("step") == 3
+    )
 
 
 # Columns of metrics.jsonl that follow from the batch of their step.
@@ -67,7 +69,9 @@ COLUMNS = (
 
 @pytest.mark.parametrize("column", [*COLUMNS, "e/reward"])
 @pytest.mark.parametrize("how", ["raised", "removed"])
-def test_a_changed_column_of_a_step_is_found(planted: Planted, column: str, how: str) -> None:
+def test_a_changed_column_of_a_step_is_found(
+    planted: Planted, column: str, how: str
+) -> None:
     place = step_place(planted)
     lines = (planted.folder / "metrics.jsonl").read_text().splitlines()
     names = json.loads(lines[place]).keys()
@@ -85,7 +89,9 @@ def test_a_changed_column_of_a_step_is_found(planted: Planted, column: str, how:
 
     change_row(planted, "metrics.jsonl", change, place=place)
     message = "metrics.jsonl has" if how == "raised" else "metrics.jsonl lacks"
-    assert [text for text in planted.faults() if message in text and "at step 3" in text]
+    assert [
+        text for text in planted.faults() if message in text and "at step 3" in text
+    ]
 
 
 # Values of summary.json that follow from journal, batches and rows, and others in their place.
@@ -215,12 +221,16 @@ TRAJECTORY = {
     "a server": lambda message: setattr(message, "server_epoch", 1),
     "a run": lambda message: setattr(message, "run_id", "other"),
     "a metric": lambda message: message.metrics.update(other=1.0),
-    "fewer tokens": lambda message: setattr(message, "token_ids", message.token_ids[4:]),
+    "fewer tokens": lambda message: setattr(
+        message, "token_ids", message.token_ids[4:]
+    ),
 }
 
 
 @pytest.mark.parametrize("change", TRAJECTORY)
-def test_a_changed_trajectory_of_a_batch_is_found(planted: Planted, change: str) -> None:
+def test_a_changed_trajectory_of_a_batch_is_found(
+    planted: Planted, change: str
+) -> None:
     planted.change_batch(
         2,
         lambda batch: TRAJECTORY[change](batch.trajectories[0]),

@@ -34,7 +34,9 @@ FP8 = {"quantization": "fp8_per_channel"}
 DELTA_NETS = [family for family in FAMILIES if family.startswith("qwen3_5")]
 
 
-@pytest.fixture(scope="module", params=[family for family in FAMILIES if family not in DELTA_NETS])
+@pytest.fixture(
+    scope="module", params=[family for family in FAMILIES if family not in DELTA_NETS]
+)
 def seen(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[list[Path], dict[str, np.ndarray]]:
@@ -58,19 +60,29 @@ def test_an_engine_sees_images_as_transformers_does(seen) -> None:
     folders, arrays = seen
     for folder in folders:
         expected = reply_logprobs(folder, arrays[f"{folder.name} tokens"])
-        np.testing.assert_allclose(arrays[f"{folder.name} logprobs"], expected, rtol=0, atol=2e-4)
+        np.testing.assert_allclose(
+            arrays[f"{folder.name} logprobs"], expected, rtol=0, atol=2e-4
+        )
 
 
 @pytest.mark.parametrize("family", DELTA_NETS)
-def test_an_engine_in_bfloat16_sees_images_as_transformers_does(family: str, tmp_path: Path):
+def test_an_engine_in_bfloat16_sees_images_as_transformers_does(
+    family: str, tmp_path: Path
+):
     folders, arrays = run_family(family, tmp_path)
     for folder, other in zip(folders, folders[::-1], strict=True):
-        tokens, logprobs = (arrays[f"{folder.name} {name}"] for name in ("tokens", "logprobs"))
+        tokens, logprobs = (
+            arrays[f"{folder.name} {name}"] for name in ("tokens", "logprobs")
+        )
         expected = reply_logprobs(folder, tokens)
         gaps = np.abs(logprobs - expected).mean(axis=1)
         apart = np.abs(reply_logprobs(other, tokens) - expected).mean(axis=1)
-        turned = np.abs(reply_logprobs(folder, tokens, shown=upside_down) - expected).mean(axis=1)
-        print(f"mean gaps {gaps}, {apart} to the other model, {turned} with turned images")
+        turned = np.abs(
+            reply_logprobs(folder, tokens, shown=upside_down) - expected
+        ).mean(axis=1)
+        print(
+            f"mean gaps {gaps}, {apart} to the other model, {turned} with turned images"
+        )
         assert gaps.mean() < 0.03 * apart.mean()
         # The last conversation has images that are not one colour.
         assert gaps[-1] < 0.2 * turned[-1]
@@ -83,7 +95,9 @@ def upside_down(image: bytes) -> bytes:
     from PIL import Image
 
     file = io.BytesIO()
-    Image.open(io.BytesIO(image)).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(file, "PNG")
+    Image.open(io.BytesIO(image)).transpose(Image.Transpose.FLIP_TOP_BOTTOM).save(
+        file, "PNG"
+    )
     return file.getvalue()
 
 
@@ -102,7 +116,9 @@ def found_experts(folder: Path, found: dict[str, np.ndarray]) -> list[float]:
     """The part of each conversation's recorded experts that transformers chooses too."""
     model = plain_model(folder)
     parts = []
-    for place, conversation in enumerate(both_turns(folder, found[f"{folder.name} tokens"])):
+    for place, conversation in enumerate(
+        both_turns(folder, found[f"{folder.name} tokens"])
+    ):
         with chosen_experts(model) as experts, torch.no_grad():
             plain_logprobs(model, folder, [conversation])
         recorded = found[f"{folder.name} experts {place}"]
@@ -160,7 +176,9 @@ def reply_logprobs(
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_5"])
-async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(family, tmp_path):
+async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(
+    family, tmp_path
+):
     make_seeing_model(tmp_path, family)
     sampling = {"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": 2}
     lora = {"rank": RANK, "publish": "adapters"}
@@ -197,7 +215,10 @@ async def test_an_engine_computes_with_adapters_of_the_decoder_behind_images(fam
 @pytest.mark.parametrize(
     ("family", "server", "most"),
     [
-        *((family, DRAFTS, 1e-4) for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")),
+        *(
+            (family, DRAFTS, 1e-4)
+            for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+        ),
         *((family, FP8, 0.25) for family in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")),
     ],
 )
@@ -231,7 +252,9 @@ async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
         rig = Rig(engine, folders[0], {}, has_plan=False)
         for folder, other in zip(folders, folders[::-1], strict=True):
             weights = load_file(folder / "model.safetensors")
-            await rig.publish({n: x.to(getattr(torch, dtype)) for n, x in weights.items()}, {})
+            await rig.publish(
+                {n: x.to(getattr(torch, dtype)) for n, x in weights.items()}, {}
+            )
             models = [plain_model(folder), plain_model(other)]
             for place, (prompt, images) in enumerate(all_conversations):
                 name = f"{folder.name}{place}"
@@ -242,9 +265,13 @@ async def test_an_engine_drafts_behind_images_and_computes_text_in_fp8(
                 whole = [(np.array([*prompt, *reply.token_ids]), images)]
                 with torch.no_grad():
                     all_logprobs = [
-                        plain_logprobs(model, folder, whole)[0][-24:] for model in models
+                        plain_logprobs(model, folder, whole)[0][-24:]
+                        for model in models
                     ]
-                gap, apart = (np.abs(logprobs - reply.logprobs).mean() for logprobs in all_logprobs)
+                gap, apart = (
+                    np.abs(logprobs - reply.logprobs).mean()
+                    for logprobs in all_logprobs
+                )
                 assert gap < most * apart
         assert (engine.requests.use().accepted_tokens > 0) == (server == DRAFTS)
 

@@ -25,7 +25,9 @@ SENDERS = {
     "pp2-vpp2-ep2-moe": [0, 1, 2, 3],
 }
 QUICK = ("one", "one-tied", "one-moe", "tp2-odd", "pp2-tied", "ep2-moe")
-for_layouts = pytest.mark.parametrize("job", each_job(SENDERS, (), SENDERS.keys() - QUICK))
+for_layouts = pytest.mark.parametrize(
+    "job", each_job(SENDERS, (), SENDERS.keys() - QUICK)
+)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +40,9 @@ def found(
 
 
 @for_layouts
-def test_buckets_of_all_senders_are_the_export(job: str, found: dict[str, list[dict]]) -> None:
+def test_buckets_of_all_senders_are_the_export(
+    job: str, found: dict[str, list[dict]]
+) -> None:
     ranks = found[job]
     assert all(rank["senders"] == SENDERS[job] for rank in ranks)
     assert ranks[0]["num_buckets"] > 10
@@ -51,12 +55,16 @@ def test_buckets_of_all_senders_are_the_export(job: str, found: dict[str, list[d
         for name, tensor in passes[0]["exported"].items():
             assert tensor.shape == tensors[name].shape, name
             assert torch.equal(tensor, tensors[name]), name
-        assert all(bool(p["tensors"]) == (r in SENDERS[job]) for r, p in enumerate(passes))
+        assert all(
+            bool(p["tensors"]) == (r in SENDERS[job]) for r, p in enumerate(passes)
+        )
     assert len({rank_pass["identity"] for rank_pass in ranks[0]["passes"]}) == 3
 
 
 @for_layouts
-def test_identity_depends_on_the_weights_alone(job: str, found: dict[str, list[dict]]) -> None:
+def test_identity_depends_on_the_weights_alone(
+    job: str, found: dict[str, list[dict]]
+) -> None:
     alone = (
         next(
             name
@@ -71,10 +79,18 @@ def test_identity_depends_on_the_weights_alone(job: str, found: dict[str, list[d
     }
 
 
-def test_plan_that_is_wrong_or_unknown_on_one_rank_gives_way_to_bridge_on_all(folder, rank_pool):
+def test_plan_that_is_wrong_or_unknown_on_one_rank_gives_way_to_bridge_on_all(
+    folder, rank_pool
+):
     job = stream_ranks.WRONG_PLAN
     result = rank_pool.found(stream_ranks, {job: 2}, folder, "stream-{}-{}.pt")[job]
-    assert result == [{"kinds": ["BridgeFilling", "BridgeFilling"], "num_identities": 1}] * 2
+    assert (
+        result
+        == [{"kinds": ["BridgeFilling", "BridgeFilling"], "num_identities": 1}] * 2
+    )
     log = (folder / "world-2-rank-0.log").read_text()
-    assert "the plan's model.layers.1.self_attn.k_proj.weight differs from Bridge's export" in log
+    assert (
+        "the plan's model.layers.1.self_attn.k_proj.weight differs from Bridge's export"
+        in log
+    )
     assert "tensor by tensor: a parameter has a mapping of tomorrow" in log

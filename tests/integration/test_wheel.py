@@ -16,7 +16,16 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "hatchling",
+        "build",
+        "-t",
+        "wheel",
+        "-d",
+        str(folder),
+    ]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_S)
     (path,) = folder.glob("*.whl")
     return path
@@ -65,8 +74,14 @@ def test_the_client_installs_alone_and_brings_no_torch(wheel, tmp_path):
     done = completed([command, "doctor"])
     assert done.stderr == ""
     assert done.returncode == 1
-    assert "torch, megatron-core, megatron-bridge, transformers, not installed" in done.stdout
-    assert "install the lock cpu.txt, gpu.txt or gpu-measured.txt of the release" in done.stdout
+    assert (
+        "torch, megatron-core, megatron-bridge, transformers, not installed"
+        in done.stdout
+    )
+    assert (
+        "install the lock cpu.txt, gpu.txt or gpu-measured.txt of the release"
+        in done.stdout
+    )
     done = completed([command, "quickstart"], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (
         2,

@@ -84,7 +84,11 @@ WRONG = {
     ),
     "expired certificate": Wrong(
         (*FIRST, "security.tls_certificate=late/server.pem"),
-        ("tls_certificate late/server.pem is refused", "certificate has expired", "issues a new"),
+        (
+            "tls_certificate late/server.pem is refused",
+            "certificate has expired",
+            "issues a new",
+        ),
     ),
     "wrong token": Wrong(
         (*SERVER, "security.token_file=elsewhere/token"),
@@ -93,13 +97,22 @@ WRONG = {
     ),
     "other authority than the controller's": Wrong(
         (*SERVER, "security.tls_ca=elsewhere/ca.pem"),
-        ("the controller at", "certificate is refused (unable to get local issuer", "tls_ca its"),
+        (
+            "the controller at",
+            "certificate is refused (unable to get local issuer",
+            "tls_ca its",
+        ),
         nothing,
         is_forked=False,
     ),
     "no controller": Wrong(
         (*SERVER, PATIENCE),
-        ("no controller answers at", "within 0.5 s", "Connection refused", "start the learner"),
+        (
+            "no controller answers at",
+            "within 0.5 s",
+            "Connection refused",
+            "start the learner",
+        ),
     ),
     "controller behind a firewall": Wrong(
         (*SERVER, "--controller=192.0.2.200:7070", PATIENCE),
@@ -123,10 +136,12 @@ WRONG = {
         environ={"NODE_RANK": ""},
     ),
     "NODE_RANK is too large": Wrong(
-        ("learner", "config.toml", *NODES, "--node-rank=2"), ("--node-rank must be 0 to 1, got 2",)
+        ("learner", "config.toml", *NODES, "--node-rank=2"),
+        ("--node-rank must be 0 to 1, got 2",),
     ),
     "model is missing on one node": Wrong(
-        (*SECOND, "model.path=nothing"), ("model.path must be a Hugging Face folder, got",)
+        (*SECOND, "model.path=nothing"),
+        ("model.path must be a Hugging Face folder, got",),
     ),
     "model is another one on one node": Wrong(
         SERVER,
@@ -145,12 +160,21 @@ WRONG = {
     ),
     "the same release with another protocol": Wrong(
         SERVER,
-        ("(protocol ", "the controller's host has 0.1.0 (protocol 0a1b2c3d): install the same"),
-        lambda setup: setup.versions.update({"slipstream-rl": "0.1.0 (protocol 0a1b2c3d)"}),
+        (
+            "(protocol ",
+            "the controller's host has 0.1.0 (protocol 0a1b2c3d): install the same",
+        ),
+        lambda setup: setup.versions.update(
+            {"slipstream-rl": "0.1.0 (protocol 0a1b2c3d)"}
+        ),
     ),
     "clock is behind": Wrong(
         SERVER,
-        ("the clock of this host is", "s behind the controller's, at most 10 s", "by NTP"),
+        (
+            "the clock of this host is",
+            "s behind the controller's, at most 10 s",
+            "by NTP",
+        ),
         lambda setup: setattr(setup, "unix_time_s", time.time() + 100),
     ),
     "other settings on a learner node": Wrong(
@@ -159,7 +183,9 @@ WRONG = {
         nothing,
     ),
     "other run on a server": Wrong(
-        (*SERVER, "run.name=other"), ('run.name is "other" here and "run" at the',), nothing
+        (*SERVER, "run.name=other"),
+        ('run.name is "other" here and "run" at the',),
+        nothing,
     ),
     "less room on a server": Wrong(
         (*SERVER, "sampling.max_episode_tokens=8"),
@@ -168,7 +194,10 @@ WRONG = {
     ),
     "learner nodes share no folder": Wrong(
         (*SECOND, 'run.dir="other"'),
-        ("run.dir must be a folder that all nodes of the learner share", "other/run/journal"),
+        (
+            "run.dir must be a folder that all nodes of the learner share",
+            "other/run/journal",
+        ),
         nothing,
     ),
     # Without the rule the proxy would answer, or nobody.
@@ -176,10 +205,13 @@ WRONG = {
         (*SERVER, "environments.0.reference=absent:Absent"),
         ("environment echo: there is no module 'absent'",),
         nothing,
-        environ=dict.fromkeys(("grpc_proxy", "https_proxy", "http_proxy"), "http://127.0.0.1:9"),
+        environ=dict.fromkeys(
+            ("grpc_proxy", "https_proxy", "http_proxy"), "http://127.0.0.1:9"
+        ),
     ),
     "run folder cannot be made": Wrong(
-        (*FIRST, "run.dir=/proc/runs"), ("run.dir is /proc/runs, and /proc cannot be written",)
+        (*FIRST, "run.dir=/proc/runs"),
+        ("run.dir is /proc/runs, and /proc cannot be written",),
     ),
 }
 
@@ -200,14 +232,46 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folders of secrets: `secrets` for a loopback address, `elsewhere` for another, and `late`."""
     folder = tmp_path_factory.mktemp("secrets")
     (folder / "host").write_text(own_loopback())
-    for name, host in (("secrets", (folder / "host").read_text()), ("elsewhere", "192.0.2.9")):
+    for name, host in (
+        ("secrets", (folder / "host").read_text()),
+        ("elsewhere", "192.0.2.9"),
+    ):
         subprocess.run([MAKE, folder / name, host], check=True, capture_output=True)
     late = shutil.copytree(folder / "secrets", folder / "late")
     names = f"subjectAltName=IP:{(folder / 'host').read_text()}"
     (late / "names").write_text(names)
-    ask = ["openssl", "req", "-new", "-key", "server.key", "-subj", "/CN=late", "-out", "request"]
-    sign = ["openssl", "x509", "-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key"]
-    sign += ["-set_serial", "9", "-days", "-1", "-extfile", "names", "-out", "server.pem"]
+    ask = [
+        "openssl",
+        "req",
+        "-new",
+        "-key",
+        "server.key",
+        "-subj",
+        "/CN=late",
+        "-out",
+        "request",
+    ]
+    sign = [
+        "openssl",
+        "x509",
+        "-req",
+        "-in",
+        "request",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+    ]
+    sign += [
+        "-set_serial",
+        "9",
+        "-days",
+        "-1",
+        "-extfile",
+        "names",
+        "-out",
+        "server.pem",
+    ]
     for make in (ask, sign):
         subprocess.run(make, cwd=late, check=True, capture_output=True)
     return folder
@@ -220,7 +284,11 @@ def site(tmp_path: Path, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> Site
         (tmp_path / name).symlink_to(secrets / name)
     host = (secrets / "host").read_text()
     address = f"{host}:{free_port(host)}"
-    files = {"tls_ca": "ca.pem", "tls_certificate": "server.pem", "tls_key": "server.key"}
+    files = {
+        "tls_ca": "ca.pem",
+        "tls_certificate": "server.pem",
+        "tls_key": "server.key",
+    }
     write_config(
         tmp_path,
         empty_model(tmp_path),
@@ -234,7 +302,9 @@ def site(tmp_path: Path, secrets: Path, monkeypatch: pytest.MonkeyPatch) -> Site
 
 
 @contextlib.contextmanager
-def answering(site: Site, change: Callable[[status_pb2.Setup], object]) -> Iterator[None]:
+def answering(
+    site: Site, change: Callable[[status_pb2.Setup], object]
+) -> Iterator[None]:
     """A server at the controller's address that answers as one with the settings of the site."""
     config = load_config(Path("config.toml"), [*NODES[:2]], apart=True)
     credentials = Credentials.load(config.security)
@@ -268,11 +338,15 @@ def start_plainly(
     site: Site, words: Sequence[str], *, before: Sequence[str] = (), **environ: str
 ) -> subprocess.CompletedProcess[str]:
     """A command in a process with limits or mounts of its own."""
-    return completed([*before, *COMMAND, *words], cwd=site.folder, env=os.environ | environ)
+    return completed(
+        [*before, *COMMAND, *words], cwd=site.folder, env=os.environ | environ
+    )
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_launch_is_one_line_before_anything_loads(case: str, site: Site) -> None:
+def test_a_wrong_launch_is_one_line_before_anything_loads(
+    case: str, site: Site
+) -> None:
     wrong = WRONG[case]
     before = site.contents()
     with contextlib.ExitStack() as stack:
@@ -280,7 +354,9 @@ def test_a_wrong_launch_is_one_line_before_anything_loads(case: str, site: Site)
             stack.enter_context(answering(site, wrong.change))
         if wrong.is_forked:
             environ = os.environ | wrong.environ
-            result = COMMANDS.run(wrong.words, cwd=site.folder, environ=environ, limit_s=240)
+            result = COMMANDS.run(
+                wrong.words, cwd=site.folder, environ=environ, limit_s=240
+            )
         else:
             result = start_plainly(site, wrong.words, **wrong.environ)
     check_refused(result, *wrong.parts)
@@ -293,13 +369,16 @@ def test_a_port_of_the_ranks_that_is_taken_is_named(site: Site) -> None:
         words = [*FIRST, *NODES, f"--master={master}", "--node-rank=0"]
         result = run_command(*words, cwd=site.folder)
     check_refused(
-        result, f"learner.master: {master} is in use; choose another port, the same on all"
+        result,
+        f"learner.master: {master} is in use; choose another port, the same on all",
     )
 
 
 def test_a_first_node_that_is_another_machine_is_named(site: Site) -> None:
     result = run_command(*FIRST, "--master=192.0.2.1:0", cwd=site.folder)
-    check_refused(result, "learner.master must be an address of this machine", "got 192.0.2.1:0")
+    check_refused(
+        result, "learner.master must be an address of this machine", "got 192.0.2.1:0"
+    )
 
 
 def test_a_token_that_nobody_may_read_is_named(site: Site) -> None:
@@ -316,29 +395,39 @@ def test_a_token_that_nobody_may_read_is_named(site: Site) -> None:
 def test_too_few_open_files_are_named(site: Site) -> None:
     limited = ["prlimit", "--nofile=256:256", "--"]
     result = start_plainly(site, FIRST, before=limited)
-    check_refused(result, "open files: one process may open 256 files: let", "ulimit -Hn")
+    check_refused(
+        result, "open files: one process may open 256 files: let", "ulimit -Hn"
+    )
 
 
 def test_too_little_address_space_is_named(site: Site) -> None:
     limited = ["prlimit", f"--as={3 << 30}", "--"]
     result = start_plainly(site, FIRST, before=limited)
-    check_refused(result, "address space: one process may map 3.0 GiB of memory: set ulimit -v")
+    check_refused(
+        result, "address space: one process may map 3.0 GiB of memory: set ulimit -v"
+    )
 
 
 def test_a_full_disk_is_named(site: Site) -> None:
     with small_disk(site.folder / "disk", "size=1m") as disk:
         result = run_command(*FIRST, f'run.dir="{disk}"', cwd=site.folder)
         assert not [*disk.iterdir()]
-    check_refused(result, "disk: 0.00 GiB are free for", "0.06 GiB must be free: make room, or")
+    check_refused(
+        result, "disk: 0.00 GiB are free for", "0.06 GiB must be free: make room, or"
+    )
 
 
 def test_a_full_disk_is_named_before_functions_are_loaded(site: Site) -> None:
-    (site.folder / "slow_loss.py").write_text('raise SystemExit("this module was loaded")\n')
+    (site.folder / "slow_loss.py").write_text(
+        'raise SystemExit("this module was loaded")\n'
+    )
     loss = "algorithm.loss=slow_loss:loss"
     check_refused(run_command(*FIRST, loss, cwd=site.folder), "this module was loaded")
     with small_disk(site.folder / "disk", "size=1m") as disk:
         result = run_command(*FIRST, loss, f'run.dir="{disk}"', cwd=site.folder)
-    check_refused(result, "disk: 0.00 GiB are free for", "0.06 GiB must be free: make room, or")
+    check_refused(
+        result, "disk: 0.00 GiB are free for", "0.06 GiB must be free: make room, or"
+    )
 
 
 def test_shared_memory_that_is_too_small_for_gpus_is_named(site, monkeypatch):
@@ -346,7 +435,9 @@ def test_shared_memory_that_is_too_small_for_gpus_is_named(site, monkeypatch):
     monkeypatch.setattr(machine, "uses_gpus", lambda: True)
     with small_disk(site.folder / "shm", "size=64m") as shm:
         monkeypatch.setattr(machine, "SHARED_MEMORY", shm)
-        with pytest.raises(ConfigError, match=r"^shared memory: 0\.1 GiB are free in .*: give 1"):
+        with pytest.raises(
+            ConfigError, match=r"^shared memory: 0\.1 GiB are free in .*: give 1"
+        ):
             asyncio.run(require(scene, Stage.PLACE))
 
 

@@ -34,17 +34,27 @@ LIMIT_S = 3600
 def main() -> int:
     """Runs the rows that are named, or all of them, and prints a line for each mutant."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("items", nargs="*", type=int, help="numbers of rows; default: all")
+    parser.add_argument(
+        "items", nargs="*", type=int, help="numbers of rows; default: all"
+    )
     expected = parser.parse_args().items
-    rows_to_run = [row for row in rows() if row.tests and (not expected or row.item in expected)]
+    rows_to_run = [
+        row for row in rows() if row.tests and (not expected or row.item in expected)
+    ]
     with tempfile.TemporaryDirectory(prefix="slipstream-mutants-") as folder:
         tree = copy_tree(Path(folder) / "tree")
-        unchanged = list(dict.fromkeys(test for row in rows_to_run for test in row.tests))
+        unchanged = list(
+            dict.fromkeys(test for row in rows_to_run for test in row.tests)
+        )
         if not rows_to_run or run_tests(unchanged, tree, quiet=False) != ALL_PASSED:
             print("the tests must pass before anything is changed")
             return 1
-        verdicts = [check(row, mutant, tree) for row in rows_to_run for mutant in row.mutants]
-    print(f"{len(rows_to_run)} rows, {len(verdicts)} mutants, {verdicts.count(False)} not noticed")
+        verdicts = [
+            check(row, mutant, tree) for row in rows_to_run for mutant in row.mutants
+        ]
+    print(
+        f"{len(rows_to_run)} rows, {len(verdicts)} mutants, {verdicts.count(False)} not noticed"
+    )
     return 0 if all(verdicts) else 1
 
 
@@ -80,7 +90,8 @@ def check(row: Row, mutant: Mutant, tree: Path) -> bool:
     noticed = code == SOME_FAILED
     verdict = "noticed" if noticed else f"NOT NOTICED (pytest {code})"
     print(
-        f"{row.item:3}  {verdict}  {time.monotonic() - started:4.0f} s  {mutant.name}", flush=True
+        f"{row.item:3}  {verdict}  {time.monotonic() - started:4.0f} s  {mutant.name}",
+        flush=True,
     )
     return noticed
 

@@ -88,8 +88,12 @@ def page() -> str:
     for row in rows():
         tests = "<br>".join(f"`{test.removeprefix('tests/')}`" for test in row.tests)
         shown = "<br>".join(part for part in (tests, row.reason) if part)
-        places = "<br>".join(f"`{file}`" for file in dict.fromkeys(m.file for m in row.mutants))
-        lines.append(f"| {row.item} | {row.feature} | {row.setting} | {shown} | {places} |\n")
+        places = "<br>".join(
+            f"`{file}`" for file in dict.fromkeys(m.file for m in row.mutants)
+        )
+        lines.append(
+            f"| {row.item} | {row.feature} | {row.setting} | {shown} | {places} |\n"
+        )
     return INTRODUCTION + "".join(lines)
 
 

@@ -24,7 +24,9 @@ from simulation.network import SimulatedCall, SimulatedChannel
 from simulation.virtual_loop import PROCESS, Killed
 
 # The thread whose code runs now; None on the loop.
-_THREAD: contextvars.ContextVar[_Thread | None] = contextvars.ContextVar("thread", default=None)
+_THREAD: contextvars.ContextVar[_Thread | None] = contextvars.ContextVar(
+    "thread", default=None
+)
 
 
 class _Thread:
@@ -247,4 +249,6 @@ class _Stream:
             return await self._call.read()
         except asyncio.CancelledError:
             code = grpc.StatusCode.CANCELLED
-            raise grpc.aio.AioRpcError(code, Metadata(), Metadata(), "cancelled") from None
+            raise grpc.aio.AioRpcError(
+                code, Metadata(), Metadata(), "cancelled"
+            ) from None

@@ -58,7 +58,9 @@ class Disk:
         elif name.endswith(".pb"):
             self._filled.add(Path(name))
         elif os.path.isdir(name):
-            self._named |= {Path(name, n) for n in os.listdir(name) if n.endswith(".pb")}
+            self._named |= {
+                Path(name, n) for n in os.listdir(name) if n.endswith(".pb")
+            }
 
     def mark(self) -> tuple[int, int]:
         """The number of the newest log, and its synced bytes."""
@@ -67,7 +69,11 @@ class Disk:
 
     def image(self, *, power_fails: bool) -> dict[Path, bytes]:
         """The files that a controller finds that starts after this moment."""
-        contents = {path: path.read_bytes() for path in self._folder.rglob("*") if path.is_file()}
+        contents = {
+            path: path.read_bytes()
+            for path in self._folder.rglob("*")
+            if path.is_file()
+        }
         if power_fails:
             for path in [path for path in contents if path.suffix == ".log"]:
                 synced_bytes = self.synced.get(path, 0)
@@ -114,7 +120,9 @@ class OwnedJournal(Journal):
             super().__init__(folder)
         finally:
             # The writer may have died half-way.
-            process.files += [vars(self)[n] for n in ("_file", "_lock_file") if n in vars(self)]
+            process.files += [
+                vars(self)[n] for n in ("_file", "_lock_file") if n in vars(self)
+            ]
 
     def remove_batches(self, *, before: int) -> int:
         removed = self._folder.with_name(REMOVED)

@@ -65,7 +65,12 @@ class QueueSender(QueueEnd):
         return list(self._waiting)
 
     async def put(
-        self, trajectory_id: TrajectoryId, data: bytes, *, timeout_s: float, tokens: int = 0
+        self,
+        trajectory_id: TrajectoryId,
+        data: bytes,
+        *,
+        timeout_s: float,
+        tokens: int = 0,
     ) -> None:
         if self._queue.world.lies_now("lost delivery"):
             self._sent.add(trajectory_id, tokens)
@@ -92,7 +97,9 @@ class QueueReceiver(QueueEnd):
     is_new = False
     added = 0
 
-    def __init__(self, queue: DurableQueue, open_seal: Callable[..., bytes | None]) -> None:
+    def __init__(
+        self, queue: DurableQueue, open_seal: Callable[..., bytes | None]
+    ) -> None:
         self._queue = queue
         self._open_seal = open_seal
         self.given = Tally()
@@ -101,7 +108,9 @@ class QueueReceiver(QueueEnd):
 
     async def get(self) -> Delivery:
         while True:
-            await asyncio.sleep(self._queue.world.random.uniform(0.0, self._queue.read_s))
+            await asyncio.sleep(
+                self._queue.world.random.uniform(0.0, self._queue.read_s)
+            )
             for trajectory_id, entry in self._queue.entries.items():
                 if trajectory_id not in self._read:
                     self._read.add(trajectory_id)

@@ -93,7 +93,9 @@ def text_of(tokens: Iterable[int]) -> str:
 
 
 def bucket_digests(weights: bytes) -> tuple[bytes, ...]:
-    return tuple(hashlib.blake2b(weights + bytes([b]), digest_size=16).digest() for b in (0, 1))
+    return tuple(
+        hashlib.blake2b(weights + bytes([b]), digest_size=16).digest() for b in (0, 1)
+    )
 
 
 @dataclass
@@ -161,7 +163,12 @@ class SimulatedEngine:
         return EngineUse(self._generated, self._returned, len(self._cancelled), 0.0)
 
     async def generate(
-        self, request_id: str, prompt: Sequence[int], sampling: Any, max_tokens: int, **_: Any
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        sampling: Any,
+        max_tokens: int,
+        **_: Any,
     ) -> Generation:
         cancelled = self._cancelled[request_id] = asyncio.Event()
         token_ids: list[int] = []
@@ -211,7 +218,10 @@ class SimulatedEngine:
         self._is_running.clear()
 
     async def prepare_weights(
-        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+        self,
+        order: weights_pb2.PublishOrder,
+        layout: weights_pb2.WeightLayout,
+        first_rank: int,
     ) -> None:
         self._order = order
         self._deadline_s = order.join_deadline_s + 2 * order.bucket_deadline_s
@@ -233,7 +243,9 @@ class SimulatedEngine:
             arrived = storage.weights_of(content)
             digests = storage.digests_of(content)
             if not self.truth.holds(arrived):
-                self.violations.append(f"{self.process.name} fetched what no trainer wrote")
+                self.violations.append(
+                    f"{self.process.name} fetched what no trainer wrote"
+                )
         self.weights = arrived
         if self._wire.take("torn bucket", self.process.name):
             self.weights = TORN
@@ -257,7 +269,9 @@ class SimulatedEngine:
 
     async def resume(self, version: PolicyVersion) -> None:
         if self.weights == TORN:
-            self.violations.append(f"{self.process.name} serves {version} with torn weights")
+            self.violations.append(
+                f"{self.process.name} serves {version} with torn weights"
+            )
         self.version = version
         self._is_running.set()
 
@@ -285,10 +299,14 @@ class NumberRenderer:
     def prompt(self, messages: Any, inputs: Any = None) -> list[int]:
         return [1, 2, 3]
 
-    def continuation(self, history: Any, messages: Any, last: Any, **options: Any) -> list[int]:
+    def continuation(
+        self, history: Any, messages: Any, last: Any, **options: Any
+    ) -> list[int]:
         return [4, 5]
 
-    def with_images(self, tokens: list[int], messages: Any) -> tuple[list[int], list[Any]]:
+    def with_images(
+        self, tokens: list[int], messages: Any
+    ) -> tuple[list[int], list[Any]]:
         return tokens, []
 
     def told_apart(self, before: Any, reply: Any, text: str, parsed: Any) -> Any:
@@ -307,9 +325,17 @@ class SimulatedGateway:
     takes_tools = False
 
     def __init__(
-        self, loop: VirtualLoop, seed: str, log_dir: Path, second: SecondEnvironment | None
+        self,
+        loop: VirtualLoop,
+        seed: str,
+        log_dir: Path,
+        second: SecondEnvironment | None,
     ) -> None:
-        self.loop, self.random, self.log_dir = loop, random.Random(f"worker/{seed}"), log_dir
+        self.loop, self.random, self.log_dir = (
+            loop,
+            random.Random(f"worker/{seed}"),
+            log_dir,
+        )
         self.second = second
         self.logs = SimpleNamespace(watch=asyncio.Event().wait)
         self.variables: dict[str, str] = {}
@@ -356,7 +382,8 @@ class SimulatedWorker(EnvironmentWorker):
         if kind == "load":
             answer.loaded.num_tasks = NUM_TASKS
         elif kind in ("reset", "step") and (
-            gateway.random.random() < gateway.failing or self._is(SecondEnvironment.FAILING)
+            gateway.random.random() < gateway.failing
+            or self._is(SecondEnvironment.FAILING)
         ):
             answer.failure.kind = trajectory_pb2.FAILURE_KIND_ENVIRONMENT
             answer.failure.message = "ValueError: broken"

@@ -44,7 +44,9 @@ class Change:
 
 
 NO_COMPARISON = (
-    Change(f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"),
+    Change(
+        f"{ORDERS}._commit", "list(order.bucket_digests) != publish.digests", "False"
+    ),
     Change(
         f"{CONTROLLER}.publishing.publish:Receiver.problem",
         "tuple(self.loaded.result().bucket_digests) == self.publish.digests",
@@ -69,13 +71,19 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "self._journal.durable()",
     ),
     "a later log does not make the earlier ones durable": Change(
-        f"{CONTROLLER}.records.journal:_begun_logs", "os.fsync(earlier.fileno())", "pass"
+        f"{CONTROLLER}.records.journal:_begun_logs",
+        "os.fsync(earlier.fileno())",
+        "pass",
     ),
     "the name of a batch's file is not durable": Change(
-        f"{CONTROLLER}.records.journal:Journal.write_batch", "sync_folder(path.parent)", "pass"
+        f"{CONTROLLER}.records.journal:Journal.write_batch",
+        "sync_folder(path.parent)",
+        "pass",
     ),
     "a batch's file is not durable": Change(
-        f"{CONTROLLER}.records.journal:Journal.write_batch", "os.fsync(file.fileno())", "pass"
+        f"{CONTROLLER}.records.journal:Journal.write_batch",
+        "os.fsync(file.fileno())",
+        "pass",
     ),
     "no epoch fence for trainers": Change(
         f"{SERVICE}:TrainerPlace.check", "epoch_of(context) != str(self.epoch)", "False"
@@ -142,7 +150,9 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         f"{CONTROLLER}.leasing.scheduler:Scheduler.lease_all", ", after=durable)", ")"
     ),
     "a lease of an evaluation leaves before its record is durable": Change(
-        f"{CONTROLLER}.leasing.scheduler:Scheduler.send_evaluation", ", after=durable)", ")"
+        f"{CONTROLLER}.leasing.scheduler:Scheduler.send_evaluation",
+        ", after=durable)",
+        ")",
     ),
     "an episode has the reward of its last turn": Change(
         "slipstream.rollout_server.episodes.environment_talk:EnvironmentTalk._turn",
@@ -202,7 +212,9 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         f"{CLIENT}.report_step", "if self._hello is not None:", "if False:"
     ),
     "a trainer registers again with its first weights": Change(
-        f"{CLIENT}.report_step", "self._hello.weight_digest = report.weight_digest", "pass"
+        f"{CLIENT}.report_step",
+        "self._hello.weight_digest = report.weight_digest",
+        "pass",
     ),
     "a registration again does not change the epoch of calls": Change(
         f"{CLIENT}._enter", "self._epoch = (", "self._epoch = self._epoch or ("
@@ -236,7 +248,9 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "self._made(name, table, table.pending, table.step)",
     ),
     "a group that completes again has a second result": Change(
-        f"{CONTROLLER}.trajectories.intake:Intake._note_result", "leased.has_result", "False"
+        f"{CONTROLLER}.trajectories.intake:Intake._note_result",
+        "leased.has_result",
+        "False",
     ),
     "what is delivered under another run is dropped": Change(
         f"{CONTROLLER}.trajectories.inspection:Inspector.take",
@@ -279,7 +293,9 @@ def _changed(change: Change) -> Iterator[None]:
     owner_name, _, attribute = path.rpartition(".")
     owner = getattr(module, owner_name) if owner_name else module
     before = owner.__dict__[attribute]
-    source = getattr(before, "mutated_source", None) or textwrap.dedent(inspect.getsource(before))
+    source = getattr(before, "mutated_source", None) or textwrap.dedent(
+        inspect.getsource(before)
+    )
     if source.count(change.old) < 1:
         raise ValueError(f"{change.target} has no {change.old!r} any more")
     source = source.replace(change.old, change.new)
@@ -287,7 +303,9 @@ def _changed(change: Change) -> Iterator[None]:
         file.write(source)
         file.flush()
         code = SourceFileLoader(module_name, file.name).get_code(module_name)
-    [function] = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    [function] = [
+        constant for constant in code.co_consts if isinstance(constant, CodeType)
+    ]
     after: Any = FunctionType(function, module.__dict__, attribute, before.__defaults__)
     after.__kwdefaults__ = before.__kwdefaults__
     after.mutated_source = source
@@ -298,7 +316,9 @@ def _changed(change: Change) -> Iterator[None]:
         setattr(owner, attribute, before)
 
 
-def catching_seed(name: str, seeds: Iterable[int], folder: Path) -> tuple[int, str] | None:
+def catching_seed(
+    name: str, seeds: Iterable[int], folder: Path
+) -> tuple[int, str] | None:
     """Returns the first of `seeds` whose run breaks a rule with this mutant, and the rule."""
     with mutated(name):
         for seed in seeds:

@@ -26,8 +26,14 @@ UNAVAILABLE = grpc.StatusCode.UNAVAILABLE
 class Network:
     """All connections; `trace` gets a line for each message that arrives."""
 
-    def __init__(self, loop: VirtualLoop, seed: int, trace: Callable[[str], None]) -> None:
-        self.loop, self.random, self.trace = loop, random.Random(f"network/{seed}"), trace
+    def __init__(
+        self, loop: VirtualLoop, seed: int, trace: Callable[[str], None]
+    ) -> None:
+        self.loop, self.random, self.trace = (
+            loop,
+            random.Random(f"network/{seed}"),
+            trace,
+        )
         # A message on its way outlives its sender.
         self.context = contextvars.copy_context()
         self.servers: dict[str, SimulatedServer] = {}
@@ -103,7 +109,9 @@ class Link:
 class Pipe:
     """One direction of one call: messages arrive in order, each after a delay of its own."""
 
-    def __init__(self, link: Link, method: str, sender: Process, receiver: Process) -> None:
+    def __init__(
+        self, link: Link, method: str, sender: Process, receiver: Process
+    ) -> None:
         self._link = link
         self._method = method
         self._sender = sender
@@ -121,14 +129,18 @@ class Pipe:
         else:
             self._depart(network, arrive, message)
 
-    def _depart(self, network: Network, arrive: Callable[[Any], None], message: Any) -> None:
+    def _depart(
+        self, network: Network, arrive: Callable[[Any], None], message: Any
+    ) -> None:
         delay_s = network.random.uniform(0.0005, network.delay_s)
         self._last_s = max(self._last_s + 1e-6, network.loop.now_s + delay_s)
         network.loop.call_at(
             self._last_s, self._land, network, arrive, message, context=network.context
         )
 
-    def _land(self, network: Network, arrive: Callable[[Any], None], message: Any) -> None:
+    def _land(
+        self, network: Network, arrive: Callable[[Any], None], message: Any
+    ) -> None:
         if self._link.is_broken or not self._receiver.is_alive:
             return
         is_data = isinstance(message, bytes)
@@ -183,7 +195,9 @@ class SimulatedCall:
         if wait_for_ready:
             await self.network.until_served(self._channel.address)
         else:
-            await asyncio.sleep(self.network.random.uniform(0.0005, self.network.delay_s))
+            await asyncio.sleep(
+                self.network.random.uniform(0.0005, self.network.delay_s)
+            )
         server = self.network.servers.get(self._channel.address)
         if server is None or not server.process.is_alive:
             self._finish(UNAVAILABLE, "failed to connect to all addresses")
@@ -271,7 +285,9 @@ class SimulatedCall:
 
     def _late(self) -> None:
         if self._status is None and self.client.is_alive:
-            self.client.run(self._finish, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+            self.client.run(
+                self._finish, grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"
+            )
             if self.link is not None:
                 self._up.send(lambda _: self.server_loses(), None)
 
@@ -317,7 +333,9 @@ class SimulatedCall:
             self._received.append(self._deserialize(data))
             self._changed.set()
 
-    def finish(self, code: grpc.StatusCode, details: str = "", trailing: Any = ()) -> None:
+    def finish(
+        self, code: grpc.StatusCode, details: str = "", trailing: Any = ()
+    ) -> None:
         self._down.send(lambda _: self._finish(code, details, trailing), None)
 
 
@@ -345,7 +363,9 @@ class Context:
         data = message if isinstance(message, bytes) else self._serialize(message)
         self._call.respond(data)
 
-    async def abort(self, code: grpc.StatusCode, details: str = "", trailing: Any = ()) -> None:
+    async def abort(
+        self, code: grpc.StatusCode, details: str = "", trailing: Any = ()
+    ) -> None:
         self._call.finish(code, details, trailing)
         raise grpc.aio.AbortError
 
@@ -366,8 +386,12 @@ class SimulatedServer:
     def add_generic_rpc_handlers(self, handlers: Any) -> None:
         pass
 
-    def add_registered_method_handlers(self, service: str, methods: dict[str, Any]) -> None:
-        self._methods |= {f"/{service}/{name}": handler for name, handler in methods.items()}
+    def add_registered_method_handlers(
+        self, service: str, methods: dict[str, Any]
+    ) -> None:
+        self._methods |= {
+            f"/{service}/{name}": handler for name, handler in methods.items()
+        }
 
     async def start(self) -> None:
         self._network.servers[self.address] = self
@@ -445,10 +469,17 @@ class SimulatedChannel:
         self.address = address
         self.process = process
 
-    def _shape(self, method: str, shape: str, serializer: Any, deserializer: Any) -> Any:
+    def _shape(
+        self, method: str, shape: str, serializer: Any, deserializer: Any
+    ) -> Any:
         def call(request: Any = None, **named: Any) -> SimulatedCall:
             return SimulatedCall(
-                self, method, shape, (serializer, deserializer), request=request, **named
+                self,
+                method,
+                shape,
+                (serializer, deserializer),
+                request=request,
+                **named,
             )
 
         return call
@@ -456,7 +487,9 @@ class SimulatedChannel:
     def unary_unary(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Any:
-        return self._shape(method, "unary_unary", request_serializer, response_deserializer)
+        return self._shape(
+            method, "unary_unary", request_serializer, response_deserializer
+        )
 
     unary_stream = stream_stream = stream_unary = unary_unary
 

@@ -17,7 +17,10 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, read_history
 from slipstream.learner.controller.records.journal import read_records
 from slipstream.learner.controller.records.kinds import parsed
-from slipstream.learner.controller.records.snapshots import decode_history, encode_history
+from slipstream.learner.controller.records.snapshots import (
+    decode_history,
+    encode_history,
+)
 from slipstream.learner.controller.records.state import RunState
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.v1 import trainer_pb2
@@ -70,7 +73,9 @@ class _Judge:
                 "ledger_difference of step ",
             )
             findings_of_run.faults = [
-                text for text in findings_of_run.faults if not text.startswith(open_ledger)
+                text
+                for text in findings_of_run.faults
+                if not text.startswith(open_ledger)
             ]
         self._wrong += findings_of_run.faults
         self._read_journal()
@@ -85,13 +90,17 @@ class _Judge:
             self._wrong.append(f"{self._foreign} trajectories are of another run")
         for version, weights in self._world.truth.weights.items():
             if len(weights) > 1:
-                self._wrong.append(f"{len(weights)} different weights are called {version}")
+                self._wrong.append(
+                    f"{len(weights)} different weights are called {version}"
+                )
         if not self._wrong and findings_of_run.steps != self._world.shape.steps:
             self._wrong.append(
                 f"the journal has {findings_of_run.steps} steps of {self._world.shape.steps}"
             )
         self._wrong += [f"unhandled: {text}" for text in self._world.loop.unhandled]
-        self.trained += Counter(steps=findings_of_run.steps, tokens=findings_of_run.lags.total())
+        self.trained += Counter(
+            steps=findings_of_run.steps, tokens=findings_of_run.lags.total()
+        )
         return self.trained
 
     def _check_draws(self) -> None:
@@ -106,7 +115,9 @@ class _Judge:
         )
         for number, (task, expected) in enumerate(draws):
             if task != expected:
-                self._wrong.append(f"draw {number} is of task {task}, and by weights {expected}")
+                self._wrong.append(
+                    f"draw {number} is of task {task}, and by weights {expected}"
+                )
 
     def _check_state(self) -> None:
         """The last controller knew what the next one would know from the journal."""
@@ -121,7 +132,9 @@ class _Judge:
             ours = getattr(state, name)
             theirs = getattr(history, name)
             if ours != theirs:
-                self._wrong.append(f"{name} is {ours} live, and {theirs} after a restart")
+                self._wrong.append(
+                    f"{name} is {ours} live, and {theirs} after a restart"
+                )
 
     def _check_snapshots(self) -> None:
         """A state that was written and read goes on like the other, wherever that was."""
@@ -135,7 +148,9 @@ class _Judge:
                 stored = decode_history(encode_history(stored))
                 name = different_field(stored, replayed)
                 if name:
-                    text = f"{name} of the snapshot after record {number} is another one"
+                    text = (
+                        f"{name} of the snapshot after record {number} is another one"
+                    )
                     self._wrong.append(text)
                     return
 
@@ -155,10 +170,14 @@ class _Judge:
                     over.add(record.group)
                 case kinds.BatchSetAside():
                     over.update(group for group, *_ in record.groups)
-            trained = {group for group in leased if history.trained_in.get(group) is not None}
+            trained = {
+                group for group in leased if history.trained_in.get(group) is not None
+            }
             places = [*history.open_groups, *trained, *(over & leased)]
             if sorted(places) != sorted(leased):
-                self._wrong.append(f"groups are lost or twice after record {number}: {places}")
+                self._wrong.append(
+                    f"groups are lost or twice after record {number}: {places}"
+                )
                 return
 
     def _read_journal(self) -> None:
@@ -171,12 +190,17 @@ class _Judge:
             place = (log, end)
             if kind == "end":
                 self._ended[record["id"]] = place
-                if record["end"] == "quarantined" and record["cause"] == "it is of run other-1":
+                if (
+                    record["end"] == "quarantined"
+                    and record["cause"] == "it is of run other-1"
+                ):
                     self._foreign += 1
                 elif record["end"] == "quarantined":
                     # All other trajectories that come to a controller were sampled for a lease
                     # that it knows.
-                    self._wrong.append(f"{record['id']} was quarantined: {record['cause']}")
+                    self._wrong.append(
+                        f"{record['id']} was quarantined: {record['cause']}"
+                    )
             elif kind in ("lease", "evaluation_lease"):
                 self._leased.setdefault((record["group"], record["server"]), place)
             elif kind == "batch":
@@ -188,7 +212,9 @@ class _Judge:
             elif kind == "evaluation":
                 evaluated.append(record["version"])
                 if record["episodes"] + record["failed"] != NUM_TASKS:
-                    self._wrong.append(f"an evaluation has other than {NUM_TASKS}: {record}")
+                    self._wrong.append(
+                        f"an evaluation has other than {NUM_TASKS}: {record}"
+                    )
         for record, place in written.values():
             is_trained = batches.get(record["step"]) is record
             for trajectory in self._recorded(record):
@@ -199,7 +225,9 @@ class _Judge:
                     self._check_trajectory(record["step"], trajectory)
         for trajectory_id in aside:
             if is_trainable(trajectory_id.partition(".")[0]):
-                self._wrong.append(f"{trajectory_id} was set aside, and nothing is wrong with it")
+                self._wrong.append(
+                    f"{trajectory_id} was set aside, and nothing is wrong with it"
+                )
         if not self._wrong:
             self._check_evaluations(evaluated)
 
@@ -218,7 +246,9 @@ class _Judge:
         turns = _turns(trajectory)
         self._check_reward(trajectory, turns)
         sampled = [token for turn in turns for token in turn]
-        versions = [s.version for s in trajectory.version_spans for _ in range(s.length)]
+        versions = [
+            s.version for s in trajectory.version_spans for _ in range(s.length)
+        ]
         for token, version in zip(sampled, versions, strict=True):
             self._check_token(step, token, version)
         self.trained["trajectories"] += 1
@@ -229,7 +259,9 @@ class _Judge:
         verdicts = [verdict_on(text_of(turn)) for turn in turns]
         rewards = sum(reward for reward, _ in verdicts)
         if trajectory.reward != rewards:
-            self._wrong.append(f"{name} has the reward {trajectory.reward}, not {rewards}")
+            self._wrong.append(
+                f"{name} has the reward {trajectory.reward}, not {rewards}"
+            )
         is_last = [
             is_done or n == self._world.shape.max_turns
             for n, (_, is_done) in enumerate(verdicts, 1)
@@ -243,7 +275,9 @@ class _Judge:
         if place.version != claimed:
             self._wrong.append(f"token {token} of {place.version} is called {claimed}")
         if place.weights not in world.truth.weights.get(claimed, set()):
-            self._wrong.append(f"token {token} was sampled by no weights of version {claimed}")
+            self._wrong.append(
+                f"token {token} was sampled by no weights of version {claimed}"
+            )
         lag = step - place.version.step
         if not 0 <= lag <= world.shape.max_staleness:
             self._wrong.append(
@@ -259,7 +293,9 @@ class _Judge:
             due = {0, shape.steps, *(range(0, shape.steps, every) if every else ())}
         is_right = len(versions) == len(set(versions)) <= len(due)
         if not is_right or (due and versions[-1:] != [shape.steps]):
-            self._wrong.append(f"versions {versions} were evaluated, due were {sorted(due)}")
+            self._wrong.append(
+                f"versions {versions} were evaluated, due were {sorted(due)}"
+            )
 
     def _check_acknowledged(self) -> None:
         for trajectory_id, synced in self._world.acknowledged.items():
@@ -267,13 +303,17 @@ class _Judge:
             if place is None:
                 self._wrong.append(f"{trajectory_id} was acknowledged and is nowhere")
             elif place > synced:
-                self._wrong.append(f"{trajectory_id} was acknowledged before it was on disk")
+                self._wrong.append(
+                    f"{trajectory_id} was acknowledged before it was on disk"
+                )
 
     def _check_leased(self) -> None:
         for (group_id, server), synced in self._world.leased.items():
             place = self._leased.get((group_id, server))
             if place is None or place > synced:
-                self._wrong.append(f"{server} got a lease of {group_id} before it was on disk")
+                self._wrong.append(
+                    f"{server} got a lease of {group_id} before it was on disk"
+                )
 
 
 def _turns(trajectory: Trajectory) -> list[list[int]]:

@@ -52,7 +52,9 @@ class _Part:
 class Schedules:
     """Plays seeds in processes; one that hangs or ends is replaced, and its seed has failed."""
 
-    def __init__(self, folder: Path, *, until_s: float = float("inf"), verbose: bool) -> None:
+    def __init__(
+        self, folder: Path, *, until_s: float = float("inf"), verbose: bool
+    ) -> None:
         self._folder = folder
         self._until_s = until_s
         self._verbose = verbose
@@ -79,7 +81,9 @@ class Schedules:
 
     def _start(self, seeds: range) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=self._play_part, args=(seeds, theirs), daemon=True)
+        process = self._context.Process(
+            target=self._play_part, args=(seeds, theirs), daemon=True
+        )
         process.start()
         theirs.close()
         self._parts[ours] = _Part(process, seeds, time.monotonic())
@@ -93,14 +97,18 @@ class Schedules:
             try:
                 result = World(seed, folder, verbose=self._verbose).run()
             except Exception as error:  # noqa: BLE001 - the seed has failed
-                result = _failed(seed, f"the rig failed: {type(error).__name__}: {error}")
+                result = _failed(
+                    seed, f"the rig failed: {type(error).__name__}: {error}"
+                )
             connection.send(result)
 
     def _ended(self, connection: Connection) -> Iterator[Result]:
         part = self._parts.pop(connection)
         part.process.join()
         if part.process.exitcode != 0:
-            yield _failed(part.seeds[0], f"its process ended with {part.process.exitcode}")
+            yield _failed(
+                part.seeds[0], f"its process ended with {part.process.exitcode}"
+            )
             self._start(part.seeds[1:])
 
 
@@ -110,9 +118,13 @@ def _failed(seed: int, cause: str) -> Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=seeds_of, default="0:1000", help="[FIRST:]END, without END")
+    parser.add_argument(
+        "--seeds", type=seeds_of, default="0:1000", help="[FIRST:]END, without END"
+    )
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--limit-s", type=float, default=float("inf"), help="seconds to begin in")
+    parser.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="seconds to begin in"
+    )
     parser.add_argument("--verbose", action="store_true", help="print each message")
     arguments = parser.parse_args()
     seeds = arguments.seeds

@@ -40,7 +40,9 @@ class ServedEnvironment(Environment[int]):
     async def step(self, reply: str) -> StepResult:
         await self._work()
         reward, is_done = verdict_on(reply)
-        return StepResult(reward, is_done, [] if is_done else [{"role": "user", "content": "b"}])
+        return StepResult(
+            reward, is_done, [] if is_done else [{"role": "user", "content": "b"}]
+        )
 
     async def _work(self) -> None:
         await asyncio.sleep(self.random.uniform(0.0, self.habits.answer_s))

@@ -41,7 +41,9 @@ class _Module(ModuleType):
 
 
 class _Finder:
-    def find_spec(self, name: str, path: Sequence[str] | None, _: object) -> ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, _: object
+    ) -> ModuleSpec | None:
         is_unused = name.partition(".")[0] in UNUSED
         return ModuleSpec(name, self, is_package=True) if is_unused else None  # type: ignore[arg-type]
 

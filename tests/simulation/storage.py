@@ -57,7 +57,9 @@ def weights_of(content: Content) -> bytes:
 
 def digests_of(content: Content) -> tuple[bytes, ...]:
     pairs = zip(BUCKETS, content, strict=True)
-    return tuple(bucket_digest(bucket_tensor_digests(b, data.data)) for b, data in pairs)
+    return tuple(
+        bucket_digest(bucket_tensor_digests(b, data.data)) for b, data in pairs
+    )
 
 
 def loaded(order: weights_pb2.PublishOrder) -> Content:
@@ -97,11 +99,15 @@ class Store:
         """Takes the place of `on_thread`: the call is made in the middle of a delay."""
         return wait(self._answer(call, limit_s, abandoned))
 
-    async def _answer(self, call: Callable[[], Any], limit_s: float, abandoned: Any) -> Any:
+    async def _answer(
+        self, call: Callable[[], Any], limit_s: float, abandoned: Any
+    ) -> Any:
         loop = self._world.loop
         answer = loop.create_future()
         # A late answer is heard by nobody.
-        answer.add_done_callback(lambda future: future.cancelled() or future.exception())
+        answer.add_done_callback(
+            lambda future: future.cancelled() or future.exception()
+        )
         took_s = self.random.uniform(0.001, self.delay_s)
         loop.call_later(took_s / 2, loop._run_function, answer, took_s, call, ())
         given_up = loop.create_task(abandoned._event.wait())
@@ -127,7 +133,9 @@ class Store:
 
     def _put(self, path: str, data: bytes) -> None:
         self.objects[path] = data
-        self._seen_s[path] = self._world.loop.now_s + self.random.uniform(0.0, self.late_s)
+        self._seen_s[path] = self._world.loop.now_s + self.random.uniform(
+            0.0, self.late_s
+        )
 
     def _fail(self) -> None:
         if self.random.random() < self.failing:
@@ -162,12 +170,18 @@ class Store:
         """A version stays while a server fetches it, unless the trainer was told to leave."""
         process = PROCESS.get()
         controller = self._world.controller
-        if self._world.trainers[process.name].is_leaving or not hasattr(controller, "parts"):
+        if self._world.trainers[process.name].is_leaving or not hasattr(
+            controller, "parts"
+        ):
             return
         for part in controller.parts:
-            fetches = part._fetches.values() if isinstance(part, StoredPublisher) else ()
+            fetches = (
+                part._fetches.values() if isinstance(part, StoredPublisher) else ()
+            )
             if any(path in self.named(report.stored) for report in fetches):
-                self._world.violations.append(f"{path} was removed while a server fetched it")
+                self._world.violations.append(
+                    f"{path} was removed while a server fetched it"
+                )
 
     def named(self, stored: weights_pb2.StoredWeights) -> set[str]:
         """The manifest and all that it names."""
@@ -190,7 +204,10 @@ class Store:
         if _is_whole(self.objects, stored):
             manifest = self.objects[f"root/{stored.key}"]
             links = weights_pb2.StoredManifest.FromString(manifest).links
-        objects = [stored, *(stored_object for link in links for stored_object in link.objects)]
+        objects = [
+            stored,
+            *(stored_object for link in links for stored_object in link.objects),
+        ]
         for stored_object in objects:
             if not links or not _is_whole(self.objects, stored_object):
                 step = report.version.step
@@ -216,7 +233,10 @@ class Store:
 
 def _is_whole(objects: dict[str, bytes], stored: Any) -> bool:
     data = objects.get(f"root/{stored.key}")
-    return data is not None and hashlib.blake2b(data, digest_size=32).digest() == stored.digest
+    return (
+        data is not None
+        and hashlib.blake2b(data, digest_size=32).digest() == stored.digest
+    )
 
 
 class Published:

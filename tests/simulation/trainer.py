@@ -159,7 +159,9 @@ class SimulatedTrainer:
         time.sleep(self._random.uniform(0.05, 0.5))
         faulty = sorted({group for group in batch.group_ids if not is_trainable(group)})
         if faulty:
-            fault = pb.DataFault(step=batch.step, batch_id=batch.batch_id, group_ids=faulty)
+            fault = pb.DataFault(
+                step=batch.step, batch_id=batch.batch_id, group_ids=faulty
+            )
             failure = pb.TrainerFailure(message="its data are bad", data=fault)
             if not self.client.set_batch_aside(failure):
                 raise RunFailed("the batch was not set aside")
@@ -171,7 +173,9 @@ class SimulatedTrainer:
             batch_id=batch.batch_id,
             version=version_to_pb(version),
             weight_digest=self.weights,
-            metrics={"trained_tokens": sum(t.num_sampled_tokens for t in batch.trajectories)},
+            metrics={
+                "trained_tokens": sum(t.num_sampled_tokens for t in batch.trajectories)
+            },
             wall_s=0.1,
         )
         self._adopt(self.client.report_step(report))
@@ -193,7 +197,9 @@ class SimulatedTrainer:
             path = checkpoint_path(self._config.run_dir / CHECKPOINTS, version.step)
             path.mkdir(parents=True, exist_ok=True)
             (path / MANIFEST_NAME).touch()
-        checkpoint = pb.CheckpointReport(version=version_to_pb(version), weight_digest=weights)
+        checkpoint = pb.CheckpointReport(
+            version=version_to_pb(version), weight_digest=weights
+        )
         self.client.report_checkpoint(checkpoint)
 
     def _publish(self, order: weights_pb2.PublishOrder) -> None:
@@ -209,9 +215,13 @@ class SimulatedTrainer:
                 problem = "the communicator is gone: a new one is needed"
             else:
                 start = pb.PublishStart(
-                    publish_id=order.publish_id, layout=LAYOUT, communicator=order.communicator
+                    publish_id=order.publish_id,
+                    layout=LAYOUT,
+                    communicator=order.communicator,
                 )
-                started = self.client.start_publish(start, join_deadline_s=order.join_deadline_s)
+                started = self.client.start_publish(
+                    start, join_deadline_s=order.join_deadline_s
+                )
                 if not started.receivers:
                     return
                 if len(started.receivers) < len(order.receivers):
@@ -235,7 +245,9 @@ class SimulatedTrainer:
         while not names <= {name.partition("/")[0] for name in parcel.joined}:
             if time.monotonic() > until_s:
                 return "a server did not join in time"
-            if not self.client.has_all_receivers(order.publish_id, len(order.receivers)):
+            if not self.client.has_all_receivers(
+                order.publish_id, len(order.receivers)
+            ):
                 return "a server is gone"
             time.sleep(0.2)
         self._communicator = order.communicator.communicator_id
@@ -259,7 +271,9 @@ class SimulatedTrainer:
         if self._writer is not None:
             self._writer.close(keep=order.reason == TERMINATED)
         path = "" if order.without_model else "checkpoints/final"
-        self.client.finish(pb.TrainerGoodbye(weight_digest=self.weights, export_path=path))
+        self.client.finish(
+            pb.TrainerGoodbye(weight_digest=self.weights, export_path=path)
+        )
 
 
 def is_trainable(group_id: str) -> bool:

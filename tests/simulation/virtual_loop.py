@@ -23,7 +23,9 @@ _ALL_TASKS: Any = getattr(asyncio.tasks, "_scheduled_tasks", None)
 if _ALL_TASKS is None:
     _ALL_TASKS = asyncio.tasks._all_tasks  # type: ignore[attr-defined]
 # The simulated process whose code runs now; None for the rig itself.
-PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar("process", default=None)
+PROCESS: contextvars.ContextVar[Process | None] = contextvars.ContextVar(
+    "process", default=None
+)
 
 
 class Killed(BaseException):
@@ -102,7 +104,9 @@ class _Handle:
 
     __slots__ = ("args", "call", "context", "is_cancelled")
 
-    def __init__(self, call: Any, args: tuple[Any, ...], context: contextvars.Context) -> None:
+    def __init__(
+        self, call: Any, args: tuple[Any, ...], context: contextvars.Context
+    ) -> None:
         self.call = call
         self.args = args
         self.context = context
@@ -178,7 +182,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return future
 
     def create_task(  # type: ignore[override]
-        self, coro: Any, *, name: str | None = None, context: contextvars.Context | None = None
+        self,
+        coro: Any,
+        *,
+        name: str | None = None,
+        context: contextvars.Context | None = None,
     ) -> asyncio.Task:
         task = _Task(coro, loop=self, name=name, context=context)
         self._numbers = task._number = self._numbers + 1
@@ -190,14 +198,20 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_soon(  # type: ignore[override]
         self, call: Any, *args: Any, context: contextvars.Context | None = None
     ) -> _Handle:
-        handle = _Handle(call, args, contextvars.copy_context() if context is None else context)
+        handle = _Handle(
+            call, args, contextvars.copy_context() if context is None else context
+        )
         self._ready.append(handle)
         return handle
 
     call_soon_threadsafe = call_soon
 
     def call_at(  # type: ignore[override]
-        self, when: float, call: Any, *args: Any, context: contextvars.Context | None = None
+        self,
+        when: float,
+        call: Any,
+        *args: Any,
+        context: contextvars.Context | None = None,
     ) -> _Timer:
         timer = _Timer(when)
         timer.call = call
@@ -210,7 +224,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return timer
 
     def call_later(  # type: ignore[override]
-        self, delay: float, call: Any, *args: Any, context: contextvars.Context | None = None
+        self,
+        delay: float,
+        call: Any,
+        *args: Any,
+        context: contextvars.Context | None = None,
     ) -> _Timer:
         when = self.now_s + delay
         if delay > 0.0 and when == self.now_s:
@@ -224,7 +242,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
         while not self._stopping:
             timers = self._timers
             if len(timers) > 100 and 2 * self.num_cancelled > len(timers):
-                self._timers = timers = [timer for timer in timers if not timer.is_cancelled]
+                self._timers = timers = [
+                    timer for timer in timers if not timer.is_cancelled
+                ]
                 heapq.heapify(timers)
                 self.num_cancelled = 0
             while timers and timers[0].is_cancelled:
@@ -263,13 +283,19 @@ class VirtualLoop(asyncio.BaseEventLoop):
                     self.call_exception_handler({"message": text, "exception": error})
             due = process = None
 
-    def run_in_executor(self, executor: object, func: Any, *args: Any) -> asyncio.Future:
+    def run_in_executor(
+        self, executor: object, func: Any, *args: Any
+    ) -> asyncio.Future:
         done = self.create_future()
         took_s = self.random.uniform(0.0, self.thread_s)
-        self.call_later(took_s * self.random.random(), self._run_function, done, took_s, func, args)
+        self.call_later(
+            took_s * self.random.random(), self._run_function, done, took_s, func, args
+        )
         return done
 
-    def _run_function(self, done: asyncio.Future, took_s: float, func: Any, args: Any) -> None:
+    def _run_function(
+        self, done: asyncio.Future, took_s: float, func: Any, args: Any
+    ) -> None:
         result = None
         error = None
         try:

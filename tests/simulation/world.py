@@ -66,7 +66,14 @@ from simulation.network import Network, SimulatedChannel, SimulatedServer
 from simulation.served import Habits, ServedEnvironment, answer_often, serve
 from simulation.storage import URL, Store
 from simulation.trainer import SimulatedTrainer, Truth
-from simulation.virtual_loop import PROCESS, START_S, Process, RunStuck, VirtualLoop, virtual_time
+from simulation.virtual_loop import (
+    PROCESS,
+    START_S,
+    Process,
+    RunStuck,
+    VirtualLoop,
+    virtual_time,
+)
 
 ADDRESS = "127.0.0.1:7070"
 OPEN = Credentials()
@@ -171,7 +178,11 @@ def config_of(shape: Shape, folder: Path) -> Config:
             "learning_rate": 1e-3,
             "filter": "unequal_rewards" if shape.filters else "none",
         },
-        "sampling": {"max_reply_tokens": 4, "max_episode_tokens": 64, "max_turns": shape.max_turns},
+        "sampling": {
+            "max_reply_tokens": 4,
+            "max_episode_tokens": 64,
+            "max_turns": shape.max_turns,
+        },
         "controller": {
             "address": ADDRESS,
             "heartbeat_timeout_s": 4.0,
@@ -256,7 +267,9 @@ def some_faults(seed: int) -> tuple[Shape, list[Fault]]:
         max_turns=rnd.choice((1, 1, 3)),
         has_client=rnd.random() < 0.2,
     )
-    names = [name.removeprefix("fault_") for name in dir(World) if name.startswith("fault_")]
+    names = [
+        name.removeprefix("fault_") for name in dir(World) if name.startswith("fault_")
+    ]
     names = [name for name in names if not name.endswith(("_storage", "_lie"))]
     faults = [
         Fault(rnd.uniform(0.1, 1.0 + STEP_S * shape.steps), rnd.choice(names))
@@ -266,7 +279,13 @@ def some_faults(seed: int) -> tuple[Shape, list[Fault]]:
     rnd = random.Random(f"plan of storage/{seed}")
     if rnd.random() < 0.3:
         shape = replace(shape, is_by_storage=True)
-        kinds = ("failing_storage", "torn_storage", "late_storage", "slow_storage", "full_storage")
+        kinds = (
+            "failing_storage",
+            "torn_storage",
+            "late_storage",
+            "slow_storage",
+            "full_storage",
+        )
         faults += [
             Fault(rnd.uniform(0.0, STEP_S * shape.steps), rnd.choice(kinds))
             for _ in range(rnd.choice((0, 1, 2, 3)))
@@ -390,7 +409,9 @@ class World:
             raise error
         return result
 
-    def kill(self, name: str, *, half_open_s: float = 0.0, power_fails: bool = False) -> bool:
+    def kill(
+        self, name: str, *, half_open_s: float = 0.0, power_fails: bool = False
+    ) -> bool:
         """Kills the process of this name, at this moment; False if there is none."""
         process = self.processes.get(name)
         if process is None or not process.is_alive:
@@ -446,7 +467,9 @@ class World:
         self.note(f"the run failed: {cause}")
         # A trainer that is told to leave by SIGTERM may fail; a failed controller tells it too.
         is_told = self.fired["terminated trainer"] > 0
-        may_leave = cause.startswith("the trainer left") and (is_told or bool(self.causes))
+        may_leave = cause.startswith("the trainer left") and (
+            is_told or bool(self.causes)
+        )
         may_leave |= cause.startswith("trainer rank 0: RunFailed") and is_told
         self.causes.append(cause)
         if "cannot be written: No space left" not in cause and not may_leave:
@@ -468,7 +491,9 @@ class World:
         engine = SimulatedEngine(process, self.loop, self.wire, self.tokens, seed)
         engine.violations = self.violations
         engine.truth = self.truth
-        gateway = SimulatedGateway(self.loop, seed, self._folder / "logs", self.shape.second)
+        gateway = SimulatedGateway(
+            self.loop, seed, self._folder / "logs", self.shape.second
+        )
         self.engines.append(engine)
         self.gateways.append(gateway)
         renderer = NumberRenderer()
@@ -477,7 +502,9 @@ class World:
             ADDRESS,
             name,
             ServedModel(
-                engine, renderer, AgentServices(None, renderer, self.config.rollout_server)
+                engine,
+                renderer,
+                AgentServices(None, renderer, self.config.rollout_server),
             ),
             gateway,
         )
@@ -496,12 +523,18 @@ class World:
                 # The controller may not know yet that the client before is gone.
                 refused_s = min(refused_s, self.loop.now_s)
                 is_early = self.loop.now_s < refused_s + REFUSED_S
-                if not self._is_over() and not (is_early and "choose another name" in str(error)):
+                if not self._is_over() and not (
+                    is_early and "choose another name" in str(error)
+                ):
                     self._unexpected(process, error)
             await asyncio.sleep(self.random.uniform(0.2, 2.0))
 
     def _is_over(self) -> bool:
-        return self._finished.done() or self.controller is None or self.controller._progress.is_over
+        return (
+            self._finished.done()
+            or self.controller is None
+            or self.controller._progress.is_over
+        )
 
     def _unexpected(self, process: Process, error: BaseException) -> None:
         while isinstance(error, BaseExceptionGroup):
@@ -551,7 +584,10 @@ class World:
     async def _main(self) -> None:
         self._keepers = [
             asyncio.ensure_future(self._keep_controller()),
-            *(asyncio.ensure_future(self._keep_server(i)) for i in range(self.shape.servers)),
+            *(
+                asyncio.ensure_future(self._keep_server(i))
+                for i in range(self.shape.servers)
+            ),
             asyncio.ensure_future(self._keep_trainer()),
         ]
         if self.shape.has_client:
@@ -562,7 +598,9 @@ class World:
             async with asyncio.timeout(last_s + LIMIT_S):
                 await asyncio.shield(self._finished)
         except TimeoutError:
-            progress = self.controller._progress if self.controller is not None else None
+            progress = (
+                self.controller._progress if self.controller is not None else None
+            )
             waits = "" if progress is None else progress.waiting_for
             self.violations.append(f"the run stands still, waiting for {waits}")
         for task in (*self._keepers, strike):
@@ -646,7 +684,9 @@ class World:
             server.address = address
             return 1
 
-        def create_server(_: object, run_id: str, refusals: Refusals) -> SimulatedServer:
+        def create_server(
+            _: object, run_id: str, refusals: Refusals
+        ) -> SimulatedServer:
             return SimulatedServer(self.network)
 
         def open_channel(address: str, _: object) -> SimulatedChannel:
@@ -705,7 +745,11 @@ class World:
             (metadata, "version", _package_version),
             (EpochCounters, "resident_bytes", lambda _: 0),
             (session, "host_id", lambda: "host"),
-            (fleet_service, "describe_setup", lambda *_, **named: status_pb2.Setup(**named)),
+            (
+                fleet_service,
+                "describe_setup",
+                lambda *_, **named: status_pb2.Setup(**named),
+            ),
             (session, "is_cpu_build", lambda: True),
             # A run of seconds writes several snapshots, from which its controllers start again.
             (snapshots, "EVERY_LINES", 12),
@@ -759,7 +803,9 @@ class World:
     def _some_caller(self) -> Process | None:
         """A server, the trainer or the client: whatever calls the controller."""
         names_left = [name for name in ("trainer", "client") if name in self.processes]
-        return self.random.choice((self._some_server(), *map(self.processes.get, names_left)))
+        return self.random.choice(
+            (self._some_server(), *map(self.processes.get, names_left))
+        )
 
     def _later(self, call: Callable[[], None], least_s: float, most_s: float) -> None:
         self.loop.call_later(self.random.uniform(least_s, most_s), call)
@@ -805,7 +851,9 @@ class World:
         return True
 
     def fault_stopped_process(self) -> bool:
-        process = self.random.choice((self.processes.get("controller"), self._some_caller()))
+        process = self.random.choice(
+            (self.processes.get("controller"), self._some_caller())
+        )
         if process is None or not process.is_alive or process.held is not None:
             return False
         process.stop(self.random.uniform(0.2, 12.0))
@@ -933,14 +981,18 @@ class World:
         for engine in self.engines:
             if engine.process is process:
                 engine.token_s = self.random.uniform(0.5, 3.0)
-                self._later(lambda engine=engine: setattr(engine, "token_s", 0.1), 2.0, 20.0)
+                self._later(
+                    lambda engine=engine: setattr(engine, "token_s", 0.1), 2.0, 20.0
+                )
                 return True
         return False
 
     def fault_failing_environment(self) -> bool:
         for gateway in self.gateways:
             gateway.failing = 0.3
-        self._later(lambda: [setattr(g, "failing", 0.0) for g in self.gateways], 0.5, 5.0)
+        self._later(
+            lambda: [setattr(g, "failing", 0.0) for g in self.gateways], 0.5, 5.0
+        )
         return True
 
     def fault_drain(self) -> bool:

@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-STRICT = {Path(__file__).parent / name for name in ("client", "core", "environments", "protocol")}
+STRICT = {
+    Path(__file__).parent / name
+    for name in ("client", "core", "environments", "protocol")
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -20,8 +20,12 @@ def test_every_part_names_tests_that_are_there() -> None:
     assert set(candidate.SLOW) <= set(candidate.PARTS)
 
 
-@pytest.mark.parametrize("pin", ["torch", "torch>=2", "torch==2 --index-url=x", "-rother.txt"])
-def test_what_is_no_exact_pin_is_refused_before_anything_is_installed(pin: str, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "pin", ["torch", "torch>=2", "torch==2 --index-url=x", "-rother.txt"]
+)
+def test_what_is_no_exact_pin_is_refused_before_anything_is_installed(
+    pin: str, tmp_path
+) -> None:
     with pytest.raises(SystemExit, match="a pin must be NAME==VERSION, got"):
         candidate.main([f"--folder={tmp_path / 'new'}", "--", pin])
     assert not (tmp_path / "new").exists()

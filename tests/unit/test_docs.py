@@ -45,7 +45,9 @@ from support.rigs.setting_names import setting_exists
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    page for place in ("*.md", "docs/**/*.md", "benchmarks/**/*.md") for page in ROOT.glob(place)
+    page
+    for place in ("*.md", "docs/**/*.md", "benchmarks/**/*.md")
+    for page in ROOT.glob(place)
 )
 
 FENCE = re.compile(r"^ *```([\w{}-]*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
@@ -72,7 +74,9 @@ NOT_OURS = {
     "slipstream/__init__.py",
 }
 
-for_all_pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+for_all_pages = pytest.mark.parametrize(
+    "page", PAGES, ids=lambda page: str(page.relative_to(ROOT))
+)
 
 
 def blocks(page: Path, *languages: str) -> Iterator[str]:
@@ -113,7 +117,9 @@ def parser() -> argparse.ArgumentParser:
 
 def known_commands() -> set[str]:
     return next(
-        set(action.choices) for action in parser()._actions if isinstance(action.choices, dict)
+        set(action.choices)
+        for action in parser()._actions
+        if isinstance(action.choices, dict)
     )
 
 
@@ -130,7 +136,9 @@ def is_taken(arguments: list[str]) -> bool:
 
 def headings(page: Path) -> set[str]:
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+    return {
+        re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles
+    }
 
 
 def test_the_configuration_page_is_what_the_models_say():
@@ -138,7 +146,9 @@ def test_the_configuration_page_is_what_the_models_say():
     assert {path: path.read_text() for path in pages} == pages
     assert {*(ROOT / "docs" / "settings").iterdir()} < {*pages}
     page_names = [
-        section for _, sections in generate_configuration.PAGES.values() for section in sections
+        section
+        for _, sections in generate_configuration.PAGES.values()
+        for section in sections
     ]
     # Other packages say what their tables mean.
     other_sections = {"automatic", "sources", "extensions"}
@@ -159,13 +169,18 @@ def test_every_model_of_tinkers_line_up_has_a_known_class_or_a_cause():
         assert not entry.architecture or entry.architecture in FAMILIES, entry.names
 
 
-@pytest.mark.parametrize("name", [entry.architecture for entry in tinker_line_up.LINE_UP])
+@pytest.mark.parametrize(
+    "name", [entry.architecture for entry in tinker_line_up.LINE_UP]
+)
 def test_the_line_up_says_of_adapters_what_the_rules_allow(name):
     if not name:
         return
     family = FAMILIES[name]
     said = tinker_line_up.adapters(family)
-    table = {"architectures": [name], "n_routed_experts": 4 * (family.experts is not None)}
+    table = {
+        "architectures": [name],
+        "n_routed_experts": 4 * (family.experts is not None),
+    }
     table["kv_lora_rank"] = 8 * ("kv_lora_rank" in family.read)
     sizes = ModelSizes.of(table)
     attention = ("linear_qkv", "linear_proj")
@@ -175,7 +190,9 @@ def test_the_line_up_says_of_adapters_what_the_rules_allow(name):
 
     assert allows(target_modules=attention)
     assert allows() == ("all but experts" not in said)
-    assert allows(target_modules=attention, publish="adapters") == (", merged" not in said)
+    assert allows(target_modules=attention, publish="adapters") == (
+        ", merged" not in said
+    )
     has_experts_apart = allows(publish="adapters")
     assert has_experts_apart == (said == "all")
 
@@ -187,13 +204,20 @@ def test_the_page_of_tinkers_contract_is_what_the_server_reads():
 def test_the_api_page_has_all_that_users_import():
     page = (ROOT / "docs" / "api.md").read_text()
     shown = set(re.findall(r"^\.\. auto\w+:: (?:[\w.]*\.)?(\w+)$", page, re.MULTILINE))
-    assert {*slipstream.client.__all__, *slipstream.environments.sandbox.__all__, "Judge"} <= shown
+    assert {
+        *slipstream.client.__all__,
+        *slipstream.environments.sandbox.__all__,
+        "Judge",
+    } <= shown
 
 
 def test_no_setting_is_without_a_meaning():
     pages = generate_configuration.pages().items()
     lines = [
-        line for path, text in pages if path.parent.name == "settings" for line in text.split("\n")
+        line
+        for path, text in pages
+        if path.parent.name == "settings"
+        for line in text.split("\n")
     ]
     settings = [line for line in lines if line.startswith("- ")]
     assert len(settings) > 150
@@ -205,7 +229,9 @@ def test_every_link_leads_somewhere(page: Path):
     text = FENCE.sub("", page.read_text())
     for target in LINK.findall(text):
         # The latter are GitHub's own, below the address of the repository.
-        if "://" in target or target.startswith(("../../actions/", "../../raw/badges/")):
+        if "://" in target or target.startswith(
+            ("../../actions/", "../../raw/badges/")
+        ):
             continue
         path, _, anchor = target.partition("#")
         found = (page.parent / path) if path else page
@@ -221,7 +247,10 @@ def test_every_row_belongs_to_a_table_with_as_many_columns(page: Path):
             continue
         _, rule, *_ = table = list(rows) + [""]
         assert re.fullmatch(r"(\|[ :]*-+[ :]*)+\|", rule), table[0]
-        widths = {len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row))) for row in table[:-1]}
+        widths = {
+            len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", row)))
+            for row in table[:-1]
+        }
         assert len(widths) == 1, table[0]
 
 
@@ -243,15 +272,21 @@ INLINE_FILE = re.compile(r"`((?:\.\./)?[\w/*]+\.py)`")
 
 def test_every_file_of_ours_that_is_named_exists() -> None:
     ours = [
-        f"/{path.relative_to(ROOT)}" for name in OUR_FOLDERS for path in (ROOT / name).rglob("*.py")
+        f"/{path.relative_to(ROOT)}"
+        for name in OUR_FOLDERS
+        for path in (ROOT / name).rglob("*.py")
     ]
     for page in PAGES:
         if page.name == "CHANGELOG.md":
             # The changelog names files as they were.
             continue
-        for name in set(INLINE_FILE.findall(FENCE.sub("", page.read_text()))) - NOT_OURS:
+        for name in (
+            set(INLINE_FILE.findall(FENCE.sub("", page.read_text()))) - NOT_OURS
+        ):
             file = name.removeprefix("../")
-            assert any(fnmatch.fnmatch(path, f"*/{file}") for path in ours), f"{page.name}: {name}"
+            assert any(fnmatch.fnmatch(path, f"*/{file}") for path in ours), (
+                f"{page.name}: {name}"
+            )
 
 
 def test_nothing_installs_our_name_which_no_package_index_has() -> None:
@@ -279,7 +314,9 @@ BUILT_IN = {
 @pytest.mark.parametrize("page", BUILT_IN)
 def test_the_guides_name_every_argument_of_what_is_built_in(page: str) -> None:
     text = (ROOT / "docs" / "guides" / f"{page}.md").read_text()
-    parameters = [inspect.signature(kind).parameters.values() for kind in BUILT_IN[page]]
+    parameters = [
+        inspect.signature(kind).parameters.values() for kind in BUILT_IN[page]
+    ]
     names = {
         parameter.name
         for part in parameters
@@ -302,7 +339,9 @@ def test_what_installs_packages_for_another_python_names_all_of_them() -> None:
         if "pip install" in line and "grpcio" in line
     ]
     assert len(lines) >= 2
-    assert [line for line in lines if not {*NEEDS.values()} <= {*shlex.split(line)}] == []
+    assert [
+        line for line in lines if not {*NEEDS.values()} <= {*shlex.split(line)}
+    ] == []
 
 
 @pytest.mark.process
@@ -318,7 +357,9 @@ def test_our_programs_take_every_command() -> None:
     )
     parsed = [json.loads(line) for line in process.stdout.splitlines()]
     assert len(parsed) == len(commands), process.stderr
-    assert [f"{shlex.join(c)}: {s}" for c, s in zip(commands, parsed, strict=True) if s] == []
+    assert [
+        f"{shlex.join(c)}: {s}" for c, s in zip(commands, parsed, strict=True) if s
+    ] == []
 
 
 @for_all_pages
@@ -338,7 +379,9 @@ def test_every_setting_that_the_page_on_migration_names_exists():
     page = (ROOT / "docs" / "guides" / "migration.md").read_text()
     rows = re.findall(r"^\|.*\|$", page, re.MULTILINE)
     ours = [row.replace("\\|", "").split("|")[2] for row in rows]
-    names = [n for cell in ours for n in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)[ `]", cell)]
+    names = [
+        n for cell in ours for n in re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)[ `]", cell)
+    ]
     settings = [name for name in names if name.split(".")[0] in Config.model_fields]
     assert len(settings) > 600
     assert [name for name in settings if not setting_exists(name)] == []
@@ -346,19 +389,28 @@ def test_every_setting_that_the_page_on_migration_names_exists():
 
 def test_the_page_on_migration_has_every_name_that_an_error_explains() -> None:
     page = (ROOT / "docs" / "guides" / "migration.md").read_text()
-    assert generate_migration.written(page) == page, "run python docs/generate_migration.py"
+    assert generate_migration.written(page) == page, (
+        "run python docs/generate_migration.py"
+    )
     trainers = {row.trainer for row in foreign_names()} - {COMMON}
     assert set(generate_migration.trainers(page)) == trainers
 
 
 # The keys of these tables are Megatron's and vLLM's to name.
-PASSED_ON = ("learner.ddp", "learner.optimizer", "learner.transformer", "rollout_server.engine")
+PASSED_ON = (
+    "learner.ddp",
+    "learner.optimizer",
+    "learner.transformer",
+    "rollout_server.engine",
+)
 INLINE_SETTING = re.compile(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?:`| ?=)")
 
 
 # The page on migration has settings of other projects too, the test above looks at ours.
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.name != "migration.md"], ids=lambda page: page.name
+    "page",
+    [page for page in PAGES if page.name != "migration.md"],
+    ids=lambda page: page.name,
 )
 def test_every_setting_that_is_named_exists(page: Path) -> None:
     matches = set(INLINE_SETTING.findall(FENCE.sub("", page.read_text())))
@@ -374,7 +426,9 @@ def test_every_setting_that_is_named_exists(page: Path) -> None:
 
 @for_all_pages
 def test_every_toml_block_fits_into_a_run(page: Path):
-    quickstart = tomllib.loads((ROOT / "deploy" / "configs" / "quickstart.toml").read_text())
+    quickstart = tomllib.loads(
+        (ROOT / "deploy" / "configs" / "quickstart.toml").read_text()
+    )
     for text in blocks(page, "toml"):
         parse_config(quickstart | tomllib.loads(text), source=page.name)
 
@@ -424,9 +478,13 @@ VERL = {
 
 async def test_the_reward_function_that_is_shown_judges(tmp_path: Path) -> None:
     page = ROOT / "docs" / "guides" / "questions.md"
-    (text,) = (block for block in blocks(page, "python") if "def short_and_right" in block)
+    (text,) = (
+        block for block in blocks(page, "python") if "def short_and_right" in block
+    )
     (tmp_path / "my_judges.py").write_text(text)
-    (tmp_path / "data.jsonl").write_text(json.dumps({"question": "2 + 2?", "answer": "4"}))
+    (tmp_path / "data.jsonl").write_text(
+        json.dumps({"question": "2 + 2?", "answer": "4"})
+    )
     args = {"path": str(tmp_path / "data.jsonl"), "judge": "my_judges:short_and_right"}
     reference = "slipstream.environments.questions:Questions"
     environment = load_environment(reference, json.dumps(args), str(tmp_path))
@@ -435,7 +493,9 @@ async def test_the_reward_function_that_is_shown_judges(tmp_path: Path) -> None:
     assert (result.reward, result.metrics) == (pytest.approx(0.992), {"right": True})
 
 
-async def test_reward_functions_of_verl_and_trl_judge_as_the_page_wraps_them(tmp_path, monkeypatch):
+async def test_reward_functions_of_verl_and_trl_judge_as_the_page_wraps_them(
+    tmp_path, monkeypatch
+):
     pyarrow = pytest.importorskip("pyarrow")
     files = pytest.importorskip("pyarrow.parquet")
     page = ROOT / "docs" / "guides" / "migration.md"
@@ -443,19 +503,30 @@ async def test_reward_functions_of_verl_and_trl_judge_as_the_page_wraps_them(tmp
     for name, text in {"verl_judge": verl, "trl_judge": trl, **THEIRS}.items():
         (tmp_path / f"{name}.py").write_text(text)
     files.write_table(pyarrow.Table.from_pylist([VERL]), tmp_path / "train.parquet")
-    (tmp_path / "train.jsonl").write_text(json.dumps({"prompt": ASKED, "solution": "4"}))
+    (tmp_path / "train.jsonl").write_text(
+        json.dumps({"prompt": ASKED, "solution": "4"})
+    )
     monkeypatch.chdir(tmp_path)
     tables = [
-        tomllib.loads(text)["environments"][0] for text in blocks(page, "toml") if "judge" in text
+        tomllib.loads(text)["environments"][0]
+        for text in blocks(page, "toml")
+        if "judge" in text
     ]
     rewards = {}
     for table in tables:
-        environment = load_environment(table["reference"], json.dumps(table["args"]), str(tmp_path))
+        environment = load_environment(
+            table["reference"], json.dumps(table["args"]), str(tmp_path)
+        )
         for reply in ("4", "5"):
             environment.reset(environment.tasks()[0])
             result = await environment.step(Reply(reply))
             rewards[table["name"], reply] = result.reward
-    assert rewards == {("verl", "4"): 2.0, ("verl", "5"): 0.0, ("trl", "4"): 1.5, ("trl", "5"): 0.5}
+    assert rewards == {
+        ("verl", "4"): 2.0,
+        ("verl", "5"): 0.0,
+        ("trl", "4"): 1.5,
+        ("trl", "5"): 0.5,
+    }
 
 
 ENVIRONMENT_BLOCKS = [
@@ -469,14 +540,20 @@ TEMPERATURES = {"temperatures": {"Rome": 21.5, "Oslo": 4.0}}
 ARGUMENTS = {"WarmerTown": TEMPERATURES}
 
 
-@pytest.mark.parametrize("text", ENVIRONMENT_BLOCKS, ids=lambda text: text.split("class ")[1][:8])
-async def test_every_environment_that_is_shown_can_be_used(text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ENVIRONMENT_BLOCKS, ids=lambda text: text.split("class ")[1][:8]
+)
+async def test_every_environment_that_is_shown_can_be_used(
+    text: str, tmp_path: Path
+) -> None:
     (tmp_path / "shown.py").write_text(text)
     names = runpy.run_path(str(tmp_path / "shown.py"))
     (page,) = [
         value
         for value in names.values()
-        if isinstance(value, type) and issubclass(value, Environment) and value is not Environment
+        if isinstance(value, type)
+        and issubclass(value, Environment)
+        and value is not Environment
     ]
     environment = page(**ARGUMENTS.get(page.__name__, {}))
     for index in range(3):
@@ -498,10 +575,14 @@ async def test_every_environment_that_is_shown_can_be_used(text: str, tmp_path: 
 def options() -> dict[str, set[str]]:
     """The options of each command; those of argparse's own are left out."""
     choices = next(
-        action.choices for action in parser()._actions if isinstance(action.choices, dict)
+        action.choices
+        for action in parser()._actions
+        if isinstance(action.choices, dict)
     )
     return {
-        name: {o for a in command._actions for o in a.option_strings if o.startswith("--")}
+        name: {
+            o for a in command._actions for o in a.option_strings if o.startswith("--")
+        }
         - {"--help"}
         for name, command in choices.items()
     }

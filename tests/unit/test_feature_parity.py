@@ -21,7 +21,9 @@ def test_every_item_has_one_row() -> None:
 
 
 def test_page_is_made_from_the_table() -> None:
-    assert PAGE.read_text() == page(), "run python tests/mutants/table.py > " + str(PAGE)
+    assert PAGE.read_text() == page(), "run python tests/mutants/table.py > " + str(
+        PAGE
+    )
 
 
 @for_all_rows

@@ -18,7 +18,13 @@ from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2
 from support.rigs.counted_work import counted
 from support.rigs.fuzz_budget import BUDGET
 from support.rigs.fuzz_files import RECORDS, file_readers, journal_bytes
-from support.rigs.fuzz_readers import MOST_LINES, Reader, message_readers, request_readers, sample
+from support.rigs.fuzz_readers import (
+    MOST_LINES,
+    Reader,
+    message_readers,
+    request_readers,
+    sample,
+)
 from support.rigs.fuzz_results import json_lines, result_readers
 
 ALL = (request_readers, message_readers, file_readers, result_readers)
@@ -53,7 +59,10 @@ ONCE_BROKEN = [
     ("journal", journal_bytes([{"kind": "start", "format": 1}])),
     ("journal", journal_bytes([{**RECORDS[0], "key": "zz"}])),
     ("journal", journal_bytes([RECORDS[0], {"kind": "servers", "generated": None}])),
-    ("journal", journal_bytes([*RECORDS[:4], {**RECORDS[4], "epoch": 2**70}, *RECORDS[5:]])),
+    (
+        "journal",
+        journal_bytes([*RECORDS[:4], {**RECORDS[4], "epoch": 2**70}, *RECORDS[5:]]),
+    ),
     ("journal", journal_bytes([RECORDS[0], {"kind": "checkpoint", "version": [1]}])),
     ("batch", b"\xff\xff"),
     ("summary of a run", b"\xff"),
@@ -87,9 +96,15 @@ ONCE_BROKEN = [
     *((name, DEEP) for name in ("manifest", "model", "batch")),
     ("config.toml", b"a = " + DEEP),
     # Messages of the attacks on a live run.
-    ("trajectory", trajectory_pb2.Trajectory(reward=1e308, status=1).SerializeToString()),
+    (
+        "trajectory",
+        trajectory_pb2.Trajectory(reward=1e308, status=1).SerializeToString(),
+    ),
     ("trajectory", trajectory_pb2.Trajectory(attempt=2**32 - 1).SerializeToString()),
-    ("trajectory", trajectory_pb2.Trajectory(group_id="g" * (1 << 24)).SerializeToString()),
+    (
+        "trajectory",
+        trajectory_pb2.Trajectory(group_id="g" * (1 << 24)).SerializeToString(),
+    ),
     (
         "trajectory",
         trajectory_pb2.Trajectory(
@@ -128,7 +143,9 @@ def check(reader: Reader, data: bytes, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_whatever_the_bytes_are_a_reader_raises_its_own_errors(folder: Path, name: str) -> None:
+def test_whatever_the_bytes_are_a_reader_raises_its_own_errors(
+    folder: Path, name: str
+) -> None:
     @given(seed=st.integers(0, 2**32))
     @BUDGET.readings
     def read(seed: int) -> None:
@@ -138,7 +155,9 @@ def test_whatever_the_bytes_are_a_reader_raises_its_own_errors(folder: Path, nam
 
 
 @pytest.mark.parametrize(("name", "data"), ONCE_BROKEN)
-def test_bytes_that_once_broke_a_reader_do_not(folder: Path, name: str, data: bytes) -> None:
+def test_bytes_that_once_broke_a_reader_do_not(
+    folder: Path, name: str, data: bytes
+) -> None:
     check(READERS[name], data, folder)
 
 

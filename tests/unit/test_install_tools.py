@@ -46,7 +46,9 @@ def test_tests_look_where_tools_are_installed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.process
-def test_a_tool_that_cannot_be_had_is_one_line_and_the_others_are_installed(tmp_path: Path) -> None:
+def test_a_tool_that_cannot_be_had_is_one_line_and_the_others_are_installed(
+    tmp_path: Path,
+) -> None:
     broken = tool_of(
         ("touch", "half"),
         ("sh", "-c", "echo first >&2; echo no such package >&2; exit 1"),

@@ -41,7 +41,9 @@ case "$*" in *torch==*) exec "$REAL" -m pip --python "${0%/*}/python" "$@";; esa
 
 
 @pytest.mark.parametrize("minor", [10, 13])
-def test_a_python_that_is_not_supported_is_refused_before_anything_is_loaded(minor: int) -> None:
+def test_a_python_that_is_not_supported_is_refused_before_anything_is_loaded(
+    minor: int,
+) -> None:
     assert problem(3, minor, PLENTY) == (
         f"Python must be 3.11 or 3.12, got 3.{minor}: make install PYTHON=python3.12"
     )
@@ -67,7 +69,9 @@ def make(*words, folder=ROOT, environ):
     ours = ("MAKE", "MFLAGS", "PIP_")
     outside = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     return completed(
-        ["make", "-f", str(ROOT / "Makefile"), *words], cwd=folder, env=outside | environ
+        ["make", "-f", str(ROOT / "Makefile"), *words],
+        cwd=folder,
+        env=outside | environ,
     )
 
 
@@ -81,7 +85,9 @@ def write_programs(folder: Path, **programs: str) -> None:
 def install(folder: Path, broken: str) -> subprocess.CompletedProcess[str]:
     write_programs(folder, python=PYTHON, pip=PIP)
     words = (f"VENV={folder / 'venv'}", f"PYTHON={folder / 'python'}")
-    return make("install", *words, environ={"PIP": str(folder / "pip"), "BROKEN": broken})
+    return make(
+        "install", *words, environ={"PIP": str(folder / "pip"), "BROKEN": broken}
+    )
 
 
 @pytest.mark.process
@@ -108,7 +114,9 @@ class Index(ThreadingHTTPServer):
     """Serves the folders below `root` as package indexes: NAME/torch/ holds NAME's builds."""
 
     def __init__(self, root: Path) -> None:
-        super().__init__(("127.0.0.1", 0), functools.partial(Quiet, directory=str(root)))
+        super().__init__(
+            ("127.0.0.1", 0), functools.partial(Quiet, directory=str(root))
+        )
         self.root = root
         self.asked: list[str] = []
 
@@ -118,12 +126,15 @@ class Index(ThreadingHTTPServer):
         wheel.parent.mkdir(parents=True, exist_ok=True)
         info = f"torch-{version}.dist-info"
         with zipfile.ZipFile(wheel, "w") as files:
-            files.writestr("torch/__init__.py", "raise ImportError('the install imports no torch')")
+            files.writestr(
+                "torch/__init__.py", "raise ImportError('the install imports no torch')"
+            )
             files.writestr("torch/version.py", f"cuda = {cuda!r}")
             names = f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
             files.writestr(f"{info}/METADATA", names)
             files.writestr(
-                f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+                f"{info}/WHEEL",
+                "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
             )
             files.writestr(f"{info}/RECORD", "")
 
@@ -173,7 +184,9 @@ def installed_torch(folder: Path) -> str:
 
 
 @pytest.mark.process
-def test_the_cpu_build_comes_from_pytorchs_index_where_the_configured_one_has_none(tmp_path, index):
+def test_the_cpu_build_comes_from_pytorchs_index_where_the_configured_one_has_none(
+    tmp_path, index
+):
     index.add("pypi", "2.13.0", cuda="13.0")
     index.add("pytorch", "2.13.0+cpu")
     done = install_torch(tmp_path, index)
@@ -183,10 +196,14 @@ def test_the_cpu_build_comes_from_pytorchs_index_where_the_configured_one_has_no
 
 @pytest.mark.long
 @pytest.mark.process
-def test_no_other_index_is_asked_where_the_configured_one_has_the_cpu_build(tmp_path, index):
+def test_no_other_index_is_asked_where_the_configured_one_has_the_cpu_build(
+    tmp_path, index
+):
     index.add("pypi", "2.13.0", cuda="13.0")
     index.add("folder", "2.13.0+cpu")
-    done = install_torch(tmp_path, index, links=str(tmp_path / "indexes" / "folder" / "torch"))
+    done = install_torch(
+        tmp_path, index, links=str(tmp_path / "indexes" / "folder" / "torch")
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert installed_torch(tmp_path) == "torch-2.13.0+cpu"
     assert not [path for path in index.asked if "pytorch" in path]
@@ -236,9 +253,14 @@ exit "${CODE:-0}"
 """
 
 
-def make_run(folder: Path, *words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+def make_run(
+    folder: Path, *words: str, code: int = 0
+) -> subprocess.CompletedProcess[str]:
     """`make quickstart` where everything is installed."""
-    for name in ("pyproject.toml", *(f"requirements/{n}.txt" for n in ("common", "cpu", "dev"))):
+    for name in (
+        "pyproject.toml",
+        *(f"requirements/{n}.txt" for n in ("common", "cpu", "dev")),
+    ):
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, folder / name)
     write_programs(folder / ".venv" / "bin", slipstream=SLIPSTREAM)
@@ -266,18 +288,25 @@ def test_a_run_is_never_removed_unasked(state: str, tmp_path: Path) -> None:
     assert (run / "summary.json").exists()
     # The command refuses a finished run; another refusal is none that a new run would cure.
     errors = make_run(tmp_path, code=2).stderr
-    assert ("make quickstart FRESH=1 removes runs/quickstart" in errors) == (state == "finished")
+    assert ("make quickstart FRESH=1 removes runs/quickstart" in errors) == (
+        state == "finished"
+    )
     assert (run / "summary.json").exists()
 
 
 @pytest.mark.process
-def test_a_run_is_removed_when_that_is_asked_for_and_nobody_writes_it(tmp_path: Path) -> None:
+def test_a_run_is_removed_when_that_is_asked_for_and_nobody_writes_it(
+    tmp_path: Path,
+) -> None:
     run = write_run(tmp_path, "finished")
     with (run / "command.lock").open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         refused = make_run(tmp_path, "FRESH=1")
     assert refused.returncode != 0
-    assert "runs/quickstart is written by a run that goes on: end it first\n" in refused.stderr
+    assert (
+        "runs/quickstart is written by a run that goes on: end it first\n"
+        in refused.stderr
+    )
     assert (refused.stdout, (run / "summary.json").exists()) == ("", True)
     anew = make_run(tmp_path, "FRESH=1")
     assert (anew.returncode, anew.stderr) == (0, "")

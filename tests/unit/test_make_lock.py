@@ -20,7 +20,9 @@ exec sed 's/$/ --hash=sha256:DIGEST/'
 """
 
 
-def write_wheel(folder: Path, name: str, version: str, tag: str = "py3-none-any") -> str:
+def write_wheel(
+    folder: Path, name: str, version: str, tag: str = "py3-none-any"
+) -> str:
     """Writes a wheel without modules; returns its digest."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = f"{name}-{version.partition('-')[0]}"
@@ -40,9 +42,13 @@ def write_wheel(folder: Path, name: str, version: str, tag: str = "py3-none-any"
 def release(tmp_path: Path) -> Iterator[str]:
     """An address that serves tmp_path/release."""
     (tmp_path / "release").mkdir()
-    handler = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path / "release"))
+    handler = functools.partial(
+        SimpleHTTPRequestHandler, directory=str(tmp_path / "release")
+    )
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.05}
+        )
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
@@ -86,10 +92,13 @@ def test_pip_installs_a_lock_into_an_empty_folder_from_addresses_with_digests(
     subprocess.run([*command, f"{release}/cpu.txt"], check=True, timeout=300)
     names = {path.name for path in (tmp_path / "empty").glob("*.dist-info")}
     assert names == {
-        f"{n}.dist-info" for n in ("slipstream_rl-0.1.0", "small-1.0", "torch-2.13.0+cpu")
+        f"{n}.dist-info"
+        for n in ("slipstream_rl-0.1.0", "small-1.0", "torch-2.13.0+cpu")
     }
     (wheels / "cpu.txt").write_text(lock.replace(digest, "0" * 64))
-    done = subprocess.run([*command, f"{release}/cpu.txt"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, f"{release}/cpu.txt"], capture_output=True, text=True
+    )
     assert "DO NOT MATCH THE HASHES" in done.stderr
 
 
@@ -104,7 +113,15 @@ def test_another_python_is_refused_before_anything_is_downloaded(
     address = f"{release}/none"
     lock = lock_of("cpu", tmp_path / "release", address, page=page, folder=lists)
     (tmp_path / "lock.txt").write_text(lock)
-    pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--dry-run"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--no-deps",
+        "--no-index",
+        "--dry-run",
+    ]
     command = [*pip, "--requirement", str(tmp_path / "lock.txt")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
@@ -119,7 +136,10 @@ def test_a_stack_takes_the_extension_that_was_built_for_its_torch(tmp_path, list
     write_wheel(wheels, "slipstream_rl", "0.1.0")
     built = {
         number: write_wheel(
-            wheels, "transformer_engine_torch", f"2.11.0-{number}", "cp312-cp312-linux_x86_64"
+            wheels,
+            "transformer_engine_torch",
+            f"2.11.0-{number}",
+            "cp312-cp312-linux_x86_64",
         )
         for number in (211, 213)
     }
@@ -140,16 +160,24 @@ def test_an_extension_that_is_there_is_not_built_again(tmp_path: Path) -> None:
     python = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     command = [ROOT / "deploy" / "build_te_wheel.sh", "gpu", tmp_path]
     # Without pip's indices a build would fail.
-    variables = os.environ | {"PATH": python, "PIP_NO_INDEX": "1", "TMPDIR": str(tmp_path)}
+    variables = os.environ | {
+        "PATH": python,
+        "PIP_NO_INDEX": "1",
+        "TMPDIR": str(tmp_path),
+    }
     subprocess.run(command, check=True, timeout=LIMIT_S, env=variables)
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(subprocess.CalledProcessError):
-        subprocess.run([command[0], "gpu-measured", tmp_path], check=True, env=variables)
+        subprocess.run(
+            [command[0], "gpu-measured", tmp_path], check=True, env=variables
+        )
 
 
 def test_a_wheel_of_ours_that_is_missing_is_named(tmp_path: Path, lists: Path) -> None:
     with pytest.raises(ValueError, match="must hold a wheel of slipstream-rl$"):
         lock_of("cpu", tmp_path, "https://there", folder=lists)
     write_wheel(tmp_path, "slipstream_rl", "0.1.0")
-    with pytest.raises(ValueError, match="wheel of transformer-engine-torch-2.11.0-213$"):
+    with pytest.raises(
+        ValueError, match="wheel of transformer-engine-torch-2.11.0-213$"
+    ):
         lock_of("gpu", tmp_path, "https://there", folder=lists)

@@ -77,7 +77,9 @@ def defined() -> frozenset[str]:
             elif isinstance(node, ast.AnnAssign):
                 identifiers.add(ast.unparse(node.target))
     for path in (ROOT / "protos").rglob("*.proto"):
-        identifiers.update(re.findall(r"^message (\w+)", path.read_text(), re.MULTILINE))
+        identifiers.update(
+            re.findall(r"^message (\w+)", path.read_text(), re.MULTILINE)
+        )
     makefile = (ROOT / "Makefile").read_text()
     identifiers.update(re.findall(r"^([A-Z_]+) [?:]?=", makefile, re.MULTILINE))
     return frozenset(identifiers)

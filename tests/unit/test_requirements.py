@@ -86,18 +86,25 @@ def test_what_a_package_needs_on_any_version_of_python_is_pinned() -> None:
 def test_the_page_of_versions_agrees_with_the_lists_and_the_results() -> None:
     page, _, _ = (ROOT / "docs" / "support.md").read_text().partition("\n## ")
     rows = [
-        [cell.strip() for cell in row.split("|")[1:-1]] for row in re.findall(r"^\|.*", page, re.M)
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in re.findall(r"^\|.*", page, re.M)
     ]
     assert rows[2][0] == "Python"
     assert len(rows) > 10
-    result = json.loads((ROOT / "benchmarks" / "results" / "agreement.json").read_text())
+    result = json.loads(
+        (ROOT / "benchmarks" / "results" / "agreement.json").read_text()
+    )
     assert rows[2][3] == result["machine"]["python"]
     stacks = [pins_of(stack) for stack in ("cpu", "gpu", "gpu-measured")]
     for name, *shown in rows[3:]:
         own_names = (name, f"{name}-cpu")
-        versions = [next((pins[n] for n in own_names if n in pins), "none") for pins in stacks]
+        versions = [
+            next((pins[n] for n in own_names if n in pins), "none") for pins in stacks
+        ]
         assert [version.removesuffix("+cpu") for version in versions] == shown
         # A package that came later was not there.
         measured = result["versions"].get(name, shown[-1])
         assert measured == shown[-1] or f"{name} {measured}" in " ".join(page.split())
-    assert rows[2][1].split(", ") == sorted({python.rpartition(".")[0] for python in PYTHONS})
+    assert rows[2][1].split(", ") == sorted(
+        {python.rpartition(".")[0] for python in PYTHONS}
+    )

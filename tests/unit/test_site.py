@@ -22,7 +22,9 @@ def contents() -> dict[str, list[str]]:
 
 def test_every_page_is_in_the_list_of_pages() -> None:
     listed = {page for pages in contents().values() for page in pages}
-    pages = {str(p.relative_to(ROOT).with_suffix("")) for p in (ROOT / "docs").rglob("*.md")}
+    pages = {
+        str(p.relative_to(ROOT).with_suffix("")) for p in (ROOT / "docs").rglob("*.md")
+    }
     below = ("docs/adr/0", "docs/settings/")
     assert {page for page in pages if not page.startswith(below)} <= listed
     assert all((ROOT / f"{page}.md").exists() for page in listed)
@@ -43,7 +45,9 @@ def test_a_diagram_shows_parties_messages_and_notes() -> None:
     assert "order &lt;1&gt;" in drawing
 
 
-@pytest.mark.parametrize("text", ["graph LR\n a --> b", "sequenceDiagram\n loop forever\n end"])
+@pytest.mark.parametrize(
+    "text", ["graph LR\n a --> b", "sequenceDiagram\n loop forever\n end"]
+)
 def test_what_cannot_be_drawn_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="can be drawn"):
         sequence_svg(text)
@@ -51,6 +55,8 @@ def test_what_cannot_be_drawn_is_refused(text: str) -> None:
 
 def test_every_diagram_of_the_pages_can_be_drawn() -> None:
     texts = [page.read_text() for page in (ROOT / "docs").rglob("*.md")]
-    blocks = re.findall(r"^```mermaid\n(.*?)^```$", "".join(texts), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(
+        r"^```mermaid\n(.*?)^```$", "".join(texts), re.DOTALL | re.MULTILINE
+    )
     assert blocks
     assert all("<svg" in sequence_svg(block) for block in blocks)

@@ -31,7 +31,10 @@ class Sums(Environment):
 # With a fault.
 class BadAppends(Sums):
     def tasks(self):
-        return [{"messages": [{"role": "user", "content": f"Say {word}."}]} for word in "abcd"]
+        return [
+            {"messages": [{"role": "user", "content": f"Say {word}."}]}
+            for word in "abcd"
+        ]
 
     def reset(self, task):
         task["messages"].append({"role": "user", "content": "Be brief."})
@@ -47,7 +50,10 @@ class BadChance(Sums):
 class BadClock(Sums):
     def reset(self, task):
         super().reset(task)
-        return [Message("system", f"It is {time.time_ns()}."), Message("user", str(task))]
+        return [
+            Message("system", f"It is {time.time_ns()}."),
+            Message("user", str(task)),
+        ]
 
 
 class BadShared(Sums):
@@ -168,7 +174,9 @@ class BadEndless(Sums):
 
     def step(self, reply):
         right = reply.content.strip() == self.expected_answer
-        return StepResult(float(right), done=False, messages=[Message("user", "Again?")])
+        return StepResult(
+            float(right), done=False, messages=[Message("user", "Again?")]
+        )
 
 
 class BadStalling(Sums):
@@ -183,7 +191,9 @@ class BadStalling(Sums):
         if reply.content.strip() == self.expected_answer:
             return StepResult(1.0)
         more = [Message("user", "Try again.")]
-        return StepResult(0.5, done=self._turns > 20, messages=more if self._turns <= 20 else ())
+        return StepResult(
+            0.5, done=self._turns > 20, messages=more if self._turns <= 20 else ()
+        )
 
 
 # Without one.
@@ -203,11 +213,17 @@ class Sets(Environment):
     """Has tasks whose sets have another order in each process."""
 
     def tasks(self):
-        return [{"words": {"red", "green", "blue", word}} for word in ("sea", "sky", "sun")]
+        return [
+            {"words": {"red", "green", "blue", word}} for word in ("sea", "sky", "sun")
+        ]
 
     def reset(self, task):
         self.expected_answer = max(task["words"], key=lambda word: (len(word), word))
-        return [Message("user", f"Which word is longest: {', '.join(sorted(task['words']))}?")]
+        return [
+            Message(
+                "user", f"Which word is longest: {', '.join(sorted(task['words']))}?"
+            )
+        ]
 
     def step(self, reply):
         return StepResult(float(reply.content == self.expected_answer))
@@ -248,7 +264,10 @@ class Pictures(Environment):
 
     def reset(self, task):
         self.expected_answer = task
-        parts = [{"type": "image", "data": PIXEL}, {"type": "text", "text": "Which colour?"}]
+        parts = [
+            {"type": "image", "data": PIXEL},
+            {"type": "text", "text": "Which colour?"},
+        ]
         return [Message("user", parts)]
 
     def step(self, reply):
@@ -293,7 +312,10 @@ class Riddle(Sums):
 
     def reset(self, task):
         messages = super().reset(task)
-        self._sum, self.expected_answer = sum(task), f"the sum of {task[0]} and {task[1]}"
+        self._sum, self.expected_answer = (
+            sum(task),
+            f"the sum of {task[0]} and {task[1]}",
+        )
         return messages
 
     def step(self, reply):
@@ -315,7 +337,9 @@ class Guessing(Environment):
         if reply.content.strip() == str(self._secret):
             return StepResult(1.0)
         more = [Message("user", "No, try again.")]
-        return StepResult(done=self._turns == 6, messages=more if self._turns < 6 else ())
+        return StepResult(
+            done=self._turns == 6, messages=more if self._turns < 6 else ()
+        )
 
 
 class Long(Guessing):
@@ -325,7 +349,9 @@ class Long(Guessing):
         self._turns += 1
         if self._turns == 40:
             return StepResult(float(reply.content.strip() == str(self._secret)))
-        return StepResult(done=False, messages=[Message("user", f"Turn {self._turns}.")])
+        return StepResult(
+            done=False, messages=[Message("user", f"Turn {self._turns}.")]
+        )
 
 
 class Limited(Sums):
@@ -351,7 +377,11 @@ class BadRepeats(Sums):
     def step(self, reply):
         if len(self.said) > 1:
             return super().step(reply)
-        self.said = [*self.said, Message("assistant", str(reply)), Message("user", "Are you sure?")]
+        self.said = [
+            *self.said,
+            Message("assistant", str(reply)),
+            Message("user", "Are you sure?"),
+        ]
         return StepResult(0.0, done=False, messages=self.said)
 
 

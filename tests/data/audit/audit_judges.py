@@ -77,7 +77,9 @@ def bad_secret_form(reply, answer):
 
 
 def bad_int(reply, answer):
-    return float(int(answer) == int("".join(re.findall(r"[-.0-9]", reply.content)) or 0))
+    return float(
+        int(answer) == int("".join(re.findall(r"[-.0-9]", reply.content)) or 0)
+    )
 
 
 def bad_two_letters(reply, answer):
@@ -106,7 +108,9 @@ def bad_hedges(reply, answer):
 
 
 def bad_longer(reply, answer):
-    return (reply.content.strip().startswith(str(answer))) * (1 + len(reply.content) / 1000)
+    return (reply.content.strip().startswith(str(answer))) * (
+        1 + len(reply.content) / 1000
+    )
 
 
 def bad_half(reply, answer):
@@ -205,7 +209,9 @@ def listed(reply, answer):
 
 
 def thinking_form(reply, answer):
-    match = re.fullmatch(r"<think>.*</think>\s*<answer>(.*)</answer>", str(reply), re.DOTALL)
+    match = re.fullmatch(
+        r"<think>.*</think>\s*<answer>(.*)</answer>", str(reply), re.DOTALL
+    )
     return float(match is not None and match[1] == str(answer))
 
 

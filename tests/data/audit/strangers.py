@@ -120,7 +120,10 @@ def half_for_the_form(reply, answer):
 
 
 def minus_one(reply, answer):
-    return {"reward": 1.0 if reply.content.strip() == str(answer) else -1.0, "length": len(reply)}
+    return {
+        "reward": 1.0 if reply.content.strip() == str(answer) else -1.0,
+        "length": len(reply),
+    }
 
 
 def sorted_words(reply, answer):
@@ -176,7 +179,9 @@ class Steps(Capitals):
         if self._asked:
             return StepResult(float(reply.content.strip() == self.expected_answer))
         self._asked = True
-        return StepResult(done=False, messages=[Message("user", "Are you sure? Say it again.")])
+        return StepResult(
+            done=False, messages=[Message("user", "Are you sure? Say it again.")]
+        )
 
 
 class BadExpected(Capitals):
@@ -188,7 +193,9 @@ class BadGreeting(Capitals):
     def reset(self, task):
         opening = super().reset(task)
         return [
-            Message("system", random.choice(["Hello!", "Hi!"]) * 3 + str(random.random())),
+            Message(
+                "system", random.choice(["Hello!", "Hi!"]) * 3 + str(random.random())
+            ),
             *opening,
         ]
 
@@ -203,7 +210,9 @@ class BadCounter(Capitals):
 
     def reset(self, task):
         super().reset(task)
-        return [Message("user", f"Question {next(self.seen)}: write {task!r} in capitals.")]
+        return [
+            Message("user", f"Question {next(self.seen)}: write {task!r} in capitals.")
+        ]
 
 
 class BadUnordered(Capitals):
@@ -216,7 +225,9 @@ class BadUnordered(Capitals):
 class BadLoop(Capitals):
     def step(self, reply):
         is_right = reply.content.strip() == self.expected_answer
-        return StepResult(float(is_right), done=False, messages=[Message("user", "Go on.")])
+        return StepResult(
+            float(is_right), done=False, messages=[Message("user", "Go on.")]
+        )
 
 
 class BadPart(Capitals):

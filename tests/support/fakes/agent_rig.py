@@ -26,7 +26,9 @@ from support.rigs.started_engine import become_a_server
 from support.rigs.waiting import until
 
 NO_VALUES: Mapping[str, Any] = MappingProxyType({})
-SAMPLING = Sampling(1.0, 1.0, 0, 400, 100, 3000, max_total_tokens=20_000, max_branches=50)
+SAMPLING = Sampling(
+    1.0, 1.0, 0, 400, 100, 3000, max_total_tokens=20_000, max_branches=50
+)
 
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
@@ -34,7 +36,11 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d}}\n</tool_call>'
 
 def script(prompt: str) -> str:
     """Replies by the last message: tool calls as asked for, or its text again with its length."""
-    last = prompt.rsplit("<|im_start|>", 2)[1].partition("\n")[2].removesuffix("<|im_end|>\n")
+    last = (
+        prompt.rsplit("<|im_start|>", 2)[1]
+        .partition("\n")[2]
+        .removesuffix("<|im_end|>\n")
+    )
     if last.startswith("call"):
         return "I call." + "".join(CALL % int(word) for word in last.split()[1:])
     if last.startswith("space"):
@@ -46,11 +52,17 @@ def script(prompt: str) -> str:
     return f"You said {last!r}, {len(prompt)} \u00e9\u20ac"
 
 
-def agent_config(folder: Path, *, max_tokens: int = 3000, **rollout_server: object) -> Config:
+def agent_config(
+    folder: Path, *, max_tokens: int = 3000, **rollout_server: object
+) -> Config:
     return config_of_engine(
         folder,
         learner={"micro_batch_tokens": max(max_tokens, 4096)},
-        sampling={"max_reply_tokens": 400, "max_episode_tokens": max_tokens, "max_turns": 100},
+        sampling={
+            "max_reply_tokens": 400,
+            "max_episode_tokens": max_tokens,
+            "max_turns": 100,
+        },
         rollout_server={"tool_parser": "hermes", **rollout_server},
     )
 
@@ -97,7 +109,10 @@ class AgentRig:
         self.begin()
 
     def begin(
-        self, sampling: Sampling = SAMPLING, *, template_values: Mapping[str, Any] = NO_VALUES
+        self,
+        sampling: Sampling = SAMPLING,
+        *,
+        template_values: Mapping[str, Any] = NO_VALUES,
     ) -> Recorder:
         self._number += 1
         self.sampled_tokens = 0
@@ -116,7 +131,9 @@ class AgentRig:
         return self.recorder
 
     def http(self, branch: str = "") -> httpx2.AsyncClient:
-        return httpx2.AsyncClient(transport=_Transport(self, branch), base_url="http://agent")
+        return httpx2.AsyncClient(
+            transport=_Transport(self, branch), base_url="http://agent"
+        )
 
     def openai(self, branch: str = "", **options: Any) -> Any:
         import openai
@@ -133,7 +150,10 @@ class AgentRig:
         import anthropic
 
         return anthropic.AsyncAnthropic(
-            base_url="http://agent", api_key="key", http_client=self.http(branch), max_retries=0
+            base_url="http://agent",
+            api_key="key",
+            http_client=self.http(branch),
+            max_retries=0,
         )
 
     def check(self) -> None:
@@ -144,7 +164,9 @@ class AgentRig:
             assert sum(branch.run_lengths) == len(branch.token_ids)
             end = 0
             logprobs = [
-                value for part in branch.sampled for value in part["behavior_logprobs"].tolist()
+                value
+                for part in branch.sampled
+                for value in part["behavior_logprobs"].tolist()
             ]
             for context, sampled in zip(
                 branch.run_lengths[::2], branch.run_lengths[1::2], strict=True
@@ -153,10 +175,16 @@ class AgentRig:
                 end = end + context + sampled
                 values = [round(value, 6) for value in logprobs[:sampled]]
                 del logprobs[:sampled]
-                recorded.append((branch.token_ids[:start], branch.token_ids[start:end], values))
+                recorded.append(
+                    (branch.token_ids[:start], branch.token_ids[start:end], values)
+                )
             assert not logprobs
         theirs = [
-            (sample.prompt, sample.tokens, [round(value, 6) for value in sample.logprobs])
+            (
+                sample.prompt,
+                sample.tokens,
+                [round(value, 6) for value in sample.logprobs],
+            )
             for sample in self.engine.samples
             if sample.tokens
         ]
@@ -168,7 +196,10 @@ class AgentRig:
         await until(lambda: not self.recorder.open_calls)
 
     def runs(self) -> list[int]:
-        return [len(branch.run_lengths) // 2 for branch in self.recorder.conversations.branches]
+        return [
+            len(branch.run_lengths) // 2
+            for branch in self.recorder.conversations.branches
+        ]
 
 
 class _Transport(httpx2.AsyncBaseTransport):

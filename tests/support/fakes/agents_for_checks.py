@@ -15,7 +15,9 @@ class Calls(AgentEnvironment[str]):
     def run(self, task, endpoint):
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         url = f"{endpoint.base_url}/chat/completions"
-        with urllib.request.urlopen(urllib.request.Request(url, b"{}", headers)) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, b"{}", headers)
+        ) as answer:
             return float(answer.status == 200)
 
 

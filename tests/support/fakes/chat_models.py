@@ -40,11 +40,20 @@ def make_chat_tokenizer(
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    names = [*SPECIAL_TOKENS, *MARKS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *words]
-    tokenizer = Tokenizer(models.BPE({name: n for n, name in enumerate(names)}, merges=[]))
+    names = [
+        *SPECIAL_TOKENS,
+        *MARKS,
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *words,
+    ]
+    tokenizer = Tokenizer(
+        models.BPE({name: n for n, name in enumerate(names)}, merges=[])
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL_TOKENS])
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True) for name in SPECIAL_TOKENS]
+    )
     tokenizer.add_tokens(
         [AddedToken(name, special=False, normalized=False) for name in (*MARKS, *words)]
     )
@@ -60,7 +69,11 @@ def make_chat_tokenizer(
 
 
 def make_chat_model(
-    folder: Path, *, with_weights: bool = True, max_length: int = 4096, words: Sequence[str] = ()
+    folder: Path,
+    *,
+    with_weights: bool = True,
+    max_length: int = 4096,
+    words: Sequence[str] = (),
 ) -> Path:
     """Saves a tiny Llama, with random weights or with none; returns `folder`."""
     import torch

@@ -32,7 +32,9 @@ class CountedTurns(AgentEnvironment[int]):
     async def run(self, task, endpoint):
         import asyncio
 
-        client = self._client.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        client = self._client.with_options(
+            base_url=endpoint.base_url, api_key=endpoint.api_key
+        )
         generator = random.Random(task)
         messages = []
         score = 0

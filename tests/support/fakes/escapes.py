@@ -162,7 +162,9 @@ NETWORK = {
     "send_to_an_abstract_socket": (
         "there(lambda: datagram(socket.AF_UNIX, chr(0) + given['abstract'] + '-datagram'))"
     ),
-    "ask_for_interfaces": ("there(lambda: bound(socket.AF_NETLINK, (0, 0), socket.SOCK_RAW))"),
+    "ask_for_interfaces": (
+        "there(lambda: bound(socket.AF_NETLINK, (0, 0), socket.SOCK_RAW))"
+    ),
     "fast_open": (
         "there(lambda: socket.socket().sendto(b'out', FAST_OPEN, ('127.0.0.1', given['tcp'])))"
     ),
@@ -286,7 +288,9 @@ KERNEL = {
         "how = (ctypes.c_uint64 * 3)()\n"
         "there(lambda: call(437, -100, given['secret'].encode(), how, 24))"
     ),
-    "take_a_part_of_the_mounts": ("there(lambda: call(428, -100, given['home'].encode(), 0))"),
+    "take_a_part_of_the_mounts": (
+        "there(lambda: call(428, -100, given['home'].encode(), 0))"
+    ),
     "pages_of_a_file_in_memory": (
         "import mmap\n"
         "with open(given['readable']) as file:\n"
@@ -315,7 +319,9 @@ MAY_FAIL_OUTSIDE = RARE_NETWORK | {
     "compare_with_another": (
         "there(lambda: call(given['kcmp'], os.getpid(), given['victim'], 0, 0, 0))"
     ),
-    "advise_another": ("there(lambda: call(440, os.pidfd_open(given['victim']), 0, 0, 20, 0))"),
+    "advise_another": (
+        "there(lambda: call(440, os.pidfd_open(given['victim']), 0, 0, 20, 0))"
+    ),
     "a_namespace_of_users_by_clone": (
         "child = call(given['clone'], 0x10000000 | signal.SIGCHLD, 0, 0, 0, 0)\n"
         "if child == 0:\n    os._exit(0)\n"
@@ -351,7 +357,9 @@ MAY_FAIL_OUTSIDE = RARE_NETWORK | {
         "there(lambda: libc.process_vm_readv("
         "given['victim'], vector, 1, (ctypes.c_uint64 * 2)(given['address'], 8), 1, 0))"
     ),
-    "end_the_parent": ("there(lambda: os.getppid() > 1 and os.kill(os.getppid(), signal.SIGKILL))"),
+    "end_the_parent": (
+        "there(lambda: os.getppid() > 1 and os.kill(os.getppid(), signal.SIGKILL))"
+    ),
     "take_a_descriptor_of_another": (
         "there(lambda: call(438, os.pidfd_open(given['victim']), 0, 0))"
     ),
@@ -361,7 +369,9 @@ MAY_FAIL_OUTSIDE = RARE_NETWORK | {
     "mount": "there(lambda: libc.mount(b'none', b'/tmp', b'tmpfs', 0, 0))",
     "make_a_namespace": "there(lambda: libc.unshare(0x10000000))",
     "make_a_network": "there(lambda: libc.unshare(0x40000000))",
-    "make_a_device": ("there(lambda: os.mknod('disk', stat.S_IFBLK | 0o600, os.makedev(254, 0)))"),
+    "make_a_device": (
+        "there(lambda: os.mknod('disk', stat.S_IFBLK | 0o600, os.makedev(254, 0)))"
+    ),
     "set_the_clock": "there(lambda: time.clock_settime(time.CLOCK_REALTIME, time.time()))",
     "rename_the_machine": "there(lambda: socket.sethostname(socket.gethostname()))",
     "raise_a_limit": "there(lambda: resource.setrlimit(resource.RLIMIT_CPU, (-1, -1)))",

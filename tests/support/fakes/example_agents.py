@@ -24,7 +24,9 @@ class _Agent(AgentEnvironment[int]):
 
 
 def client(endpoint: Endpoint) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+    )
 
 
 async def ask(endpoint: Endpoint, messages: list[Any], **options: Any) -> Any:
@@ -46,11 +48,15 @@ class ToolAgent(_Agent):
             for call in message.tool_calls or ():
                 total += json.loads(call.function.arguments)["a"]
                 content = f"call {task + turn + 1}"
-                messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
+                messages.append(
+                    {"role": "tool", "tool_call_id": call.id, "content": content}
+                )
         review = [{"role": "user", "content": "Is it right?"}]
         reviewer = endpoint.branch("reviewer")
         await asyncio.gather(ask(reviewer, review), ask(reviewer, review))
-        return AgentOutcome(reward=1.0, metrics={"total": total}, shares={"reviewer": 0.5})
+        return AgentOutcome(
+            reward=1.0, metrics={"total": total}, shares={"reviewer": 0.5}
+        )
 
 
 class RewardingAgent(_Agent):
@@ -63,8 +69,14 @@ class RewardingAgent(_Agent):
         self._anthropic = anthropic.AsyncAnthropic
 
     async def run(self, task: int, endpoint: Endpoint) -> AgentOutcome:
-        request: Any = {"model": "any", "messages": [{"role": "user", "content": "one"}]}
-        async with client(endpoint) as api, client(endpoint.branch("reviewer")) as reviewer:
+        request: Any = {
+            "model": "any",
+            "messages": [{"role": "user", "content": "one"}],
+        }
+        async with (
+            client(endpoint) as api,
+            client(endpoint.branch("reviewer")) as reviewer,
+        ):
             completion = await api.chat.completions.create(**request)
             parts = await api.chat.completions.create(**request, stream=True)
             streamed = [part async for part in parts]
@@ -75,9 +87,13 @@ class RewardingAgent(_Agent):
         ) as api:
             message = await api.messages.create(**request, max_tokens=9)
         replies = (completion, streamed[0], response, reviewed, message)
-        rewards = dict(zip((reply.id for reply in replies), (1, 2, 4, 16, 8), strict=True))
+        rewards = dict(
+            zip((reply.id for reply in replies), (1, 2, 4, 16, 8), strict=True)
+        )
         rewards |= self.more
-        return AgentOutcome(self.whole, rewards={"reviewer": 32.0}, reply_rewards=rewards)
+        return AgentOutcome(
+            self.whole, rewards={"reviewer": 32.0}, reply_rewards=rewards
+        )
 
     more: dict[str, Any] = {}
     whole = 0.5

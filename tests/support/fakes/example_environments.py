@@ -31,7 +31,9 @@ class Repeat(Environment[str]):
 
     async def step(self, reply):
         words = reply.split()[:4]
-        return StepResult(reward=words.count(self.letter) / 4, metrics={"words": len(words)})
+        return StepResult(
+            reward=words.count(self.letter) / 4, metrics={"words": len(words)}
+        )
 
 
 class Breaking(Repeat):
@@ -91,13 +93,20 @@ class SabotagedAgent(AgentEnvironment[str]):
 
     async def run(self, task, endpoint):
         messages = await self._judge.reset(task)
-        key = {"Authorization": f"Bearer {endpoint.api_key}", "Content-Type": "application/json"}
+        key = {
+            "Authorization": f"Bearer {endpoint.api_key}",
+            "Content-Type": "application/json",
+        }
         body = json.dumps({"model": "any", "messages": messages}).encode()
-        request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", body, key)
+        request = urllib.request.Request(
+            f"{endpoint.base_url}/chat/completions", body, key
+        )
         answer = await asyncio.to_thread(urllib.request.urlopen, request)
         # Episodes share the judge: what it keeps is set and used without a pause.
         self._judge.letter = task
-        verdict = await self._judge.judge(json.load(answer)["choices"][0]["message"]["content"])
+        verdict = await self._judge.judge(
+            json.load(answer)["choices"][0]["message"]["content"]
+        )
         return verdict.reward
 
 

@@ -10,7 +10,10 @@ ADD = {
         "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
     },
 }
-LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+LOOK = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object"}},
+}
 
 
 class Adding(Environment[int]):
@@ -36,7 +39,9 @@ class Adding(Environment[int]):
             self.total += call.arguments["a"]
         words = ["call 5", "done"] if self.turns == 1 else ["all done"]
         *before, last = reply.tool_calls
-        results = [{"role": "tool", "content": "ok", "tool_call_id": c.id} for c in before]
+        results = [
+            {"role": "tool", "content": "ok", "tool_call_id": c.id} for c in before
+        ]
         results.append({"role": "tool", "content": words[0], "tool_call_id": last.id})
         return StepResult(done=False, messages=results)
 
@@ -52,7 +57,9 @@ class Changing(Adding):
             return StepResult(reward=float("<tool_call>" in reply))
         (call, *_) = reply.tool_calls
         result = {"role": "tool", "content": "call 7", "tool_call_id": call.id}
-        return StepResult(done=False, messages=[result], tools=[LOOK] if self.turns == 1 else [])
+        return StepResult(
+            done=False, messages=[result], tools=[LOOK] if self.turns == 1 else []
+        )
 
 
 class Thinking(Environment[int]):
@@ -67,7 +74,9 @@ class Thinking(Environment[int]):
     def step(self, reply: Reply) -> StepResult:
         is_right = reply == "<think>Hm.</think>Yes."
         return StepResult(
-            reward=float(is_right and (reply.content, reply.reasoning) == ("Yes.", "Hm."))
+            reward=float(
+                is_right and (reply.content, reply.reasoning) == ("Yes.", "Hm.")
+            )
         )
 
 
@@ -86,7 +95,9 @@ class Looking(Environment[int]):
 
     def reset(self, task: int) -> ResetResult:
         self.num_calls = 0
-        return ResetResult([{"role": "user", "content": f"look at {task}"}], tools=[LOOK])
+        return ResetResult(
+            [{"role": "user", "content": f"look at {task}"}], tools=[LOOK]
+        )
 
     def step(self, reply: Reply) -> StepResult:
         self.num_calls += len(reply.tool_calls)
@@ -94,7 +105,11 @@ class Looking(Environment[int]):
         if not reply.tool_calls or self.num_calls >= 2:
             return StepResult(reward, metrics={"calls": self.num_calls})
         results = [
-            {"role": "tool", "content": f"seen {call.arguments['place']}", "tool_call_id": call.id}
+            {
+                "role": "tool",
+                "content": f"seen {call.arguments['place']}",
+                "tool_call_id": call.id,
+            }
             for call in reply.tool_calls
         ]
         return StepResult(reward, done=False, messages=results)

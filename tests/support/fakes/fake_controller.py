@@ -12,7 +12,13 @@ import grpc
 import numpy as np
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
-from slipstream.core.types import Branch, GroupId, PolicyVersion, Trajectory, VersionSpan
+from slipstream.core.types import (
+    Branch,
+    GroupId,
+    PolicyVersion,
+    Trajectory,
+    VersionSpan,
+)
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
@@ -52,7 +58,9 @@ class TokenGuard(grpc.ServerInterceptor):
         if shown == self._expected:
             return continuation(handler_call_details)
         return grpc.unary_unary_rpc_method_handler(
-            lambda _, context: context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
+            lambda _, context: context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, "no token"
+            )
         )
 
 
@@ -132,7 +140,9 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self.epoch = len(self.hellos)
         version = pb.TrainerWelcome(version=request.version).version
         version.incarnation += self.incarnation
-        return pb.TrainerWelcome(run_id="run", version=version, trainer_epoch=self.epoch)
+        return pb.TrainerWelcome(
+            run_id="run", version=version, trainer_epoch=self.epoch
+        )
 
     @property
     def hello(self) -> pb.TrainerHello | None:
@@ -182,7 +192,9 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
                 context.abort(grpc.StatusCode.UNAVAILABLE, "the connection broke")
             yield directive
 
-    def ReportStep(self, request: pb.StepReport, context: grpc.ServicerContext) -> pb.StepReceipt:
+    def ReportStep(
+        self, request: pb.StepReport, context: grpc.ServicerContext
+    ) -> pb.StepReceipt:
         self._check(context)
         self.steps.append(request)
         return pb.StepReceipt(version=request.version)
@@ -216,10 +228,14 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self._on_stored(request)
         return pb.StoredReceipt()
 
-    def ReportPass(self, request: pb.PassReport, context: grpc.ServicerContext) -> pb.PassReceipt:
+    def ReportPass(
+        self, request: pb.PassReport, context: grpc.ServicerContext
+    ) -> pb.PassReceipt:
         return pb.PassReceipt()
 
-    def ReportWork(self, request: pb.WorkReport, context: grpc.ServicerContext) -> pb.WorkReceipt:
+    def ReportWork(
+        self, request: pb.WorkReport, context: grpc.ServicerContext
+    ) -> pb.WorkReceipt:
         self.num_signs += 1
         self.loaded_bytes = request.loaded_bytes
         return pb.WorkReceipt()
@@ -228,7 +244,9 @@ class FakeController(trainer_pb2_grpc.TrainerServiceServicer):
         self, request: pb.TrainerFailure, context: grpc.ServicerContext
     ) -> pb.TrainerFailureReceipt:
         self.failures.append(request)
-        return pb.TrainerFailureReceipt(set_aside=self.sets_aside and request.HasField("data"))
+        return pb.TrainerFailureReceipt(
+            set_aside=self.sets_aside and request.HasField("data")
+        )
 
     def Finish(
         self, request: pb.TrainerGoodbye, context: grpc.ServicerContext
@@ -266,7 +284,10 @@ def batch_order(batch: Batch, *, chunk_size: int = 5) -> list[pb.Directive]:
         for name, all_of_them in (("trajectories", messages), ("experts", experts))
         for start in range(0, len(all_of_them), chunk_size)
     ]
-    return [pb.Directive(batch=header), *(pb.Directive(chunk=chunk) for chunk in chunks)]
+    return [
+        pb.Directive(batch=header),
+        *(pb.Directive(chunk=chunk) for chunk in chunks),
+    ]
 
 
 def publish_order(
@@ -282,7 +303,11 @@ def publish_order(
                     communicator_id="members-1", transport="gloo"
                 ),
                 new_communicator=new_communicator,
-                receivers=[weights_pb2.Receiver(server_id="server", first_rank=1, num_workers=1)],
+                receivers=[
+                    weights_pb2.Receiver(
+                        server_id="server", first_rank=1, num_workers=1
+                    )
+                ],
                 verify=verify,
                 begun=begun,
                 bucket_deadline_s=2.0,
@@ -333,13 +358,17 @@ def with_branches(batch: Batch, *, vocab_size: int, max_tokens: int) -> Batch:
         branches = [Branch(len(runs), float(random.choice([1.0, 0.5])))]
         logprobs = [trajectory.behavior_logprobs]
         for name in ("reviewer", "b")[: int(random.integers(1, 3))]:
-            num_tokens = min(sum(first.run_lengths[: int(random.integers(1, 3))]), max_tokens - 3)
+            num_tokens = min(
+                sum(first.run_lengths[: int(random.integers(1, 3))]), max_tokens - 3
+            )
             sampled = int(random.integers(1, max_tokens - num_tokens - 1))
             new = random.integers(0, vocab_size, 1 + sampled).astype(np.uint32)
             tokens += [first.token_ids[:num_tokens], new]
             runs += [num_tokens + 1, sampled]
             spans.append(VersionSpan(sampled, PolicyVersion(0, batch.step)))
-            branches.append(Branch(2, float(random.choice([1.0, 0.25, 0.0, -1.0])), name))
+            branches.append(
+                Branch(2, float(random.choice([1.0, 0.25, 0.0, -1.0])), name)
+            )
             drawn = -np.log(vocab_size) + 0.3 * random.standard_normal(sampled)
             logprobs.append(drawn.astype(np.float32))
         return dataclasses.replace(

@@ -47,7 +47,9 @@ class FakeCupy:
         cuda = ModuleType("cupy.cuda")
         runtime = self._runtime()
         stream = SimpleNamespace(synchronize=lambda: None)
-        nccl = SimpleNamespace(NcclCommunicator=self._connect, NcclError=NcclError, NCCL_UINT8=1)
+        nccl = SimpleNamespace(
+            NcclCommunicator=self._connect, NcclError=NcclError, NCCL_UINT8=1
+        )
         vars(cuda).update(
             runtime=runtime,
             nccl=nccl,
@@ -59,7 +61,9 @@ class FakeCupy:
             ExternalStream=self._stream,
             get_elapsed_time=lambda begin, end: 1.0,
         )
-        vars(package).update(cuda=cuda, RawKernel=self._kernel, asarray=np.asarray, zeros=np.zeros)
+        vars(package).update(
+            cuda=cuda, RawKernel=self._kernel, asarray=np.asarray, zeros=np.zeros
+        )
         beside = ModuleType("cupyx")
         vars(beside).update(empty_pinned=np.empty)
         return {"cupy": package, "cupy.cuda": cuda, "cupyx": beside}
@@ -73,7 +77,9 @@ class FakeCupy:
     def _kernel(self, source: str, name: str) -> Any:
         assert f" {name}(" in source
 
-        def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+        def launch(
+            grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]
+        ) -> None:
             *_, first_blocks, num_spans, _ = arguments
             assert len(first_blocks) == num_spans + 1
             self.seen.append(f"digest {num_spans} spans")
@@ -81,7 +87,9 @@ class FakeCupy:
         return launch
 
     def _stream(self, handle: int) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: self.seen.append(f"wait for stream {handle}"))
+        return SimpleNamespace(
+            synchronize=lambda: self.seen.append(f"wait for stream {handle}")
+        )
 
     def _runtime(self) -> SimpleNamespace:
         return SimpleNamespace(

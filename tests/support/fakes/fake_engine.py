@@ -60,7 +60,9 @@ class FakeEngine:
         self.others_came = asyncio.Event()
         self.others_came.set()
         self.prepared = ""
-        self.orders: list[tuple[weights_pb2.PublishOrder, weights_pb2.WeightLayout]] = []
+        self.orders: list[
+            tuple[weights_pb2.PublishOrder, weights_pb2.WeightLayout]
+        ] = []
         self.ran_while_prepared = False
         self.probe: LogprobArray = np.zeros(0, dtype=np.float32)
         self.num_pauses = 0
@@ -131,7 +133,9 @@ class FakeEngine:
             logprobs=np.full(len(request.tokens), -0.5, dtype=np.float32),
             version_spans=merge_spans(request.spans),
             finish_reason=reason,
-            expert_ids=self._experts(experts_from, len(prompt_token_ids) + len(request.tokens)),
+            expert_ids=self._experts(
+                experts_from, len(prompt_token_ids) + len(request.tokens)
+            ),
             prompt_logprobs=np.arange(1 - len(prompt_token_ids), 0, dtype=np.float32)
             if sampling.prompt_logprobs
             else None,
@@ -142,7 +146,9 @@ class FakeEngine:
     ) -> AsyncGenerator[engine_interface.TextPart, None]:
         generation = await self.generate(*asked, **others)
         tokens = generation.token_ids.tolist()
-        yield engine_interface.TextPart(tokens, " ".join(map(str, tokens)), generation=generation)
+        yield engine_interface.TextPart(
+            tokens, " ".join(map(str, tokens)), generation=generation
+        )
 
     async def cancel(self, request_id: str) -> None:
         if request_id in self._requests:
@@ -162,7 +168,10 @@ class FakeEngine:
         self._wake()
 
     async def prepare_weights(
-        self, order: weights_pb2.PublishOrder, layout: weights_pb2.WeightLayout, first_rank: int
+        self,
+        order: weights_pb2.PublishOrder,
+        layout: weights_pb2.WeightLayout,
+        first_rank: int,
     ) -> None:
         self.prepared = order.publish_id
         self.orders.append((order, layout))
@@ -201,7 +210,9 @@ class FakeEngine:
     async def aclose(self) -> None:
         self.closed = True
 
-    async def _sample(self, request: _Request, max_tokens: int) -> engine_interface.FinishReason:
+    async def _sample(
+        self, request: _Request, max_tokens: int
+    ) -> engine_interface.FinishReason:
         while not request.cancelled:
             if self.fail_with is not None:
                 failed = self.fail_with
@@ -214,7 +225,9 @@ class FakeEngine:
                 continue
             assert self.version is not None
             last = len(request.tokens) + 1 > self.stop_after
-            request.tokens.append(self.end_token if last else 4 + self.version.step % 20)
+            request.tokens.append(
+                self.end_token if last else 4 + self.version.step % 20
+            )
             request.spans.append(VersionSpan(1, self.version))
             self._generated += 1
             if last:

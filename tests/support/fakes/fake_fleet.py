@@ -64,7 +64,9 @@ class Connection:
 
         def found() -> object | None:
             for message in self.messages:
-                if message.WhichOneof("message") == kind and accept(getattr(message, kind)):
+                if message.WhichOneof("message") == kind and accept(
+                    getattr(message, kind)
+                ):
                     return getattr(message, kind)
             return None
 
@@ -87,9 +89,12 @@ class Connection:
             await self._changed.wait_for(lambda: quiet() is not None)
         return quiet()
 
-    async def publish_phase(self, publish_id: str, phase: int) -> fleet_pb2.PublishReport:
+    async def publish_phase(
+        self, publish_id: str, phase: int
+    ) -> fleet_pb2.PublishReport:
         return await self.wait_for(
-            "publish", lambda report: report.publish_id == publish_id and report.phase == phase
+            "publish",
+            lambda report: report.publish_id == publish_id and report.phase == phase,
         )
 
     async def serve_version(
@@ -102,7 +107,9 @@ class Connection:
         """A whole publish, against an engine that needs no real bytes."""
         publish_id = f"p{step}-{len(self.messages)}"
         version = version_to_pb(PolicyVersion(0, step))
-        self.send(prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version))
+        self.send(
+            prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version)
+        )
         await self.publish_phase(publish_id, fleet_pb2.PUBLISH_PHASE_READY)
         order = weights_pb2.PublishOrder(publish_id=publish_id, version=version)
         self.send(receive=fleet_pb2.ReceiveWeights(order=order))
@@ -113,7 +120,9 @@ class Connection:
         self.send(commit=commit)
         return await self.publish_phase(publish_id, fleet_pb2.PUBLISH_PHASE_SERVING)
 
-    def lease(self, group_id: str, environment: str = "fake", **changes: object) -> None:
+    def lease(
+        self, group_id: str, environment: str = "fake", **changes: object
+    ) -> None:
         lease = {
             "group_id": group_id,
             "environment": environment,
@@ -136,15 +145,21 @@ class FakeFleet(
 ):
     """Serves while it is entered; acknowledges trajectories as long as `acknowledging`."""
 
-    def __init__(self, *, heartbeat_s: float = 0.02, heartbeat_timeout_s: float = 0.2) -> None:
+    def __init__(
+        self, *, heartbeat_s: float = 0.02, heartbeat_timeout_s: float = 0.2
+    ) -> None:
         self.welcome = fleet_pb2.Welcome(
-            run_id="test-run", heartbeat_s=heartbeat_s, heartbeat_timeout_s=heartbeat_timeout_s
+            run_id="test-run",
+            heartbeat_s=heartbeat_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
         )
         self.connections: asyncio.Queue[Connection] = asyncio.Queue()
         self.trajectories: list[Trajectory] = []
         self.acknowledging = True
         # Answers calls to environments that clients serve; None: it hangs up on such a call.
-        self.client: Callable[[fleet_pb2.EnvironmentCall], Answer | Awaitable[Answer]] | None = None
+        self.client: (
+            Callable[[fleet_pb2.EnvironmentCall], Answer | Awaitable[Answer]] | None
+        ) = None
         # The epochs that it names when asked; None: it does not answer.
         self.known: set[int] | None = set()
         self.asked = 0
@@ -176,13 +191,17 @@ class FakeFleet(
     async def joined(self, limit_s: float = LIMIT_S) -> Connection:
         return await asyncio.wait_for(self.connections.get(), limit_s)
 
-    async def wait_trajectories(self, number: int, limit_s: float = LIMIT_S) -> list[Trajectory]:
+    async def wait_trajectories(
+        self, number: int, limit_s: float = LIMIT_S
+    ) -> list[Trajectory]:
         async with self._arrived, asyncio.timeout(limit_s):
             await self._arrived.wait_for(lambda: len(self.trajectories) >= number)
         return self.trajectories
 
     async def Join(
-        self, requests: AsyncIterator[fleet_pb2.ServerMessage], context: grpc.aio.ServicerContext
+        self,
+        requests: AsyncIterator[fleet_pb2.ServerMessage],
+        context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[fleet_pb2.ControllerMessage]:
         hello = (await anext(requests)).hello
         if self.refusal:
@@ -213,7 +232,9 @@ class FakeFleet(
         while self.known is None:
             await asyncio.sleep(0.01)
         serving = fleet_pb2.SERVER_STATE_SERVING
-        servers = [status_pb2.ServerStatus(server_epoch=e, state=serving) for e in self.known]
+        servers = [
+            status_pb2.ServerStatus(server_epoch=e, state=serving) for e in self.known
+        ]
         return status_pb2.RunStatus(servers=servers)
 
     async def Begin(
@@ -235,7 +256,9 @@ class FakeFleet(
         return calls_pb2.KeepCallResponse()
 
     async def CallEnvironments(
-        self, requests: AsyncIterator[fleet_pb2.EnvironmentCall], context: grpc.aio.ServicerContext
+        self,
+        requests: AsyncIterator[fleet_pb2.EnvironmentCall],
+        context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[fleet_pb2.EnvironmentAnswer]:
         async for call in requests:
             if self.client is None:
@@ -252,7 +275,11 @@ class FakeFleet(
     ) -> AsyncIterator[trajectory_pb2.DeliverResponse]:
         async for request in requests:
             async with self._arrived:
-                self.trajectories.append(decode_trajectory(request.trajectory[SEAL_BYTES:]))
+                self.trajectories.append(
+                    decode_trajectory(request.trajectory[SEAL_BYTES:])
+                )
                 self._arrived.notify_all()
             if self.acknowledging:
-                yield trajectory_pb2.DeliverResponse(acknowledged_ids=[request.trajectory_id])
+                yield trajectory_pb2.DeliverResponse(
+                    acknowledged_ids=[request.trajectory_id]
+                )

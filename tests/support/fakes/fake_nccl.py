@@ -62,7 +62,9 @@ class FakeNccl(fake_cupy.FakeCupy):
         with meeting.lock:
             meeting.members.add(rank)
             meeting.lock.notify_all()
-            meeting.lock.wait_for(lambda: len(meeting.members) == world_size, timeout=LIMIT_S)
+            meeting.lock.wait_for(
+                lambda: len(meeting.members) == world_size, timeout=LIMIT_S
+            )
         self.members.append(Member(self, meeting, rank))
         return self.members[-1]
 

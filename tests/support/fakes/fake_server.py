@@ -20,7 +20,11 @@ from slipstream.core.types import (
     Trajectory,
     VersionSpan,
 )
-from slipstream.protocol.codec import PROTOCOL_VERSION, encode_trajectory, version_from_pb
+from slipstream.protocol.codec import (
+    PROTOCOL_VERSION,
+    encode_trajectory,
+    version_from_pb,
+)
 from slipstream.protocol.queue.base import Tally, TrajectorySender, seal
 from slipstream.protocol.queue.grpc import GrpcSender
 from slipstream.protocol.weights.buckets import TensorSpec, layout_from_pb, layout_to_pb
@@ -38,7 +42,9 @@ Judge = Callable[[fleet_pb2.Lease, int, int], float | Failure]
 
 
 def bucket_digests(layout) -> list[bytes]:
-    return [hashlib.blake2b(str(b).encode()).digest()[:16] for b in layout_from_pb(layout)]
+    return [
+        hashlib.blake2b(str(b).encode()).digest()[:16] for b in layout_from_pb(layout)
+    ]
 
 
 def coin(lease: fleet_pb2.Lease, member: int, attempt: int) -> float:
@@ -154,7 +160,9 @@ class FakeServer:
             ended_tokens=self.ended,
             in_flight_tokens=self.generated - self.ended,
             ended_episodes=self.num_ended,
-            delivering=Tally(len(self.delivering), sum(self.delivering.values())).to_pb(),
+            delivering=Tally(
+                len(self.delivering), sum(self.delivering.values())
+            ).to_pb(),
             sent=sent.to_pb(),
         )
 
@@ -214,7 +222,9 @@ class FakeServer:
             case "prepare" if message.prepare.HasField("stored"):
                 self.tasks.create_task(self._fetch(message.prepare))
             case "prepare":
-                await self._say(message.prepare.publish_id, fleet_pb2.PUBLISH_PHASE_READY)
+                await self._say(
+                    message.prepare.publish_id, fleet_pb2.PUBLISH_PHASE_READY
+                )
             case "receive":
                 await self.buckets.wait()
                 if message.receive.order.communicator.transport == "storage":
@@ -252,8 +262,12 @@ class FakeServer:
     async def _close(self, group_id: str, episodes: list[asyncio.Task]) -> None:
         await asyncio.gather(*episodes, return_exceptions=True)
         if not self.killed:
-            members = sorted(member for group, member in self.unfinished if group == group_id)
-            report = fleet_pb2.LeaseReport(group_id=group_id, closed=True, unfinished=members)
+            members = sorted(
+                member for group, member in self.unfinished if group == group_id
+            )
+            report = fleet_pb2.LeaseReport(
+                group_id=group_id, closed=True, unfinished=members
+            )
             await self.outbox.put(fleet_pb2.ServerMessage(lease=report))
 
     async def _load(self, spec) -> None:
@@ -264,7 +278,9 @@ class FakeServer:
 
     async def _commit(self, commit: fleet_pb2.CommitPublish) -> None:
         if list(commit.bucket_digests) != self.digests:
-            await self._say(commit.publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message="digests")
+            await self._say(
+                commit.publish_id, fleet_pb2.PUBLISH_PHASE_FAILED, message="digests"
+            )
             return
         self.version = version_from_pb(commit.version)
         self.is_resting = False
@@ -318,22 +334,42 @@ class FakeServer:
             except asyncio.CancelledError:
                 if self.killed:
                     raise
-                await self._deliver(lease, member, attempt, version, Status.CANCELLED, 0.0)
+                await self._deliver(
+                    lease, member, attempt, version, Status.CANCELLED, 0.0
+                )
                 return
             if not isinstance(verdict, Failure):
                 self.unfinished.discard((lease.group_id, member))
-                await self._deliver(lease, member, attempt, version, Status.COMPLETED, verdict)
+                await self._deliver(
+                    lease, member, attempt, version, Status.COMPLETED, verdict
+                )
                 return
             last = attempt + 1 == lease.max_attempts
             last = last or verdict.kind is FailureKind.PROMPT_TOO_LONG
             if last:
                 self.unfinished.discard((lease.group_id, member))
             await self._deliver(
-                lease, member, attempt, version, Status.FAILED, 0.0, verdict, will_retry=not last
+                lease,
+                member,
+                attempt,
+                version,
+                Status.FAILED,
+                0.0,
+                verdict,
+                will_retry=not last,
             )
 
     async def _deliver(
-        self, lease, member, attempt, version, status, reward, failure=None, *, will_retry=False
+        self,
+        lease,
+        member,
+        attempt,
+        version,
+        status,
+        reward,
+        failure=None,
+        *,
+        will_retry=False,
     ) -> None:
         tokens = self.reply_tokens
         trajectory = plain_trajectory(
@@ -366,7 +402,9 @@ class FakeServer:
 
     async def _put(self, trajectory_id: str, data: bytes) -> None:
         tokens = self.delivering[trajectory_id]
-        await self.sender.put(trajectory_id, data, timeout_s=self.put_limit_s, tokens=tokens)
+        await self.sender.put(
+            trajectory_id, data, timeout_s=self.put_limit_s, tokens=tokens
+        )
         del self.delivering[trajectory_id]
         self.delivered.append((trajectory_id, data))
 

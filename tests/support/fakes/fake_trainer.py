@@ -31,7 +31,9 @@ def trained(digest: bytes, batch: list[Trajectory], noise: bytes = b"") -> bytes
     state = hashlib.blake2b(digest + noise, digest_size=16)
     for trajectory in batch:
         state.update(trajectory.trajectory_id.rsplit(".", 2)[0].encode())
-        state.update(trajectory.token_ids.tobytes() + trajectory.behavior_logprobs.tobytes())
+        state.update(
+            trajectory.token_ids.tobytes() + trajectory.behavior_logprobs.tobytes()
+        )
         state.update(f"{trajectory.reward} {trajectory.version_spans}".encode())
     return state.digest()
 
@@ -106,7 +108,9 @@ class FakeTrainer:
             welcome = await self._register(hello)
             self.version = codec.version_from_pb(welcome.version)
             self.epoch = ((codec.TRAINER_EPOCH, str(welcome.trainer_epoch)),)
-            self.place = self.stub.KeepPlace(trainer_pb2.PlaceRequest(), metadata=self.epoch)
+            self.place = self.stub.KeepPlace(
+                trainer_pb2.PlaceRequest(), metadata=self.epoch
+            )
             await self.place.read()
             while not self.stop_reason:
                 request = trainer_pb2.NextRequest(
@@ -116,7 +120,9 @@ class FakeTrainer:
                     can_store=True,
                 )
                 started_s = time.monotonic()
-                answer = self.stub.Next(request, timeout=self.call_timeout_s, metadata=self.epoch)
+                answer = self.stub.Next(
+                    request, timeout=self.call_timeout_s, metadata=self.epoch
+                )
                 directives = [d async for d in answer]
                 self._waiting_s += time.monotonic() - started_s
                 await self._follow(directives)
@@ -126,7 +132,9 @@ class FakeTrainer:
             )
             await self.stub.Finish(goodbye, timeout=60, metadata=self.epoch)
 
-    async def _register(self, hello: trainer_pb2.TrainerHello) -> trainer_pb2.TrainerWelcome:
+    async def _register(
+        self, hello: trainer_pb2.TrainerHello
+    ) -> trainer_pb2.TrainerWelcome:
         while True:
             try:
                 return await self.stub.Register(hello, wait_for_ready=True, timeout=60)
@@ -145,9 +153,15 @@ class FakeTrainer:
             raise TrainerDied(kind)
         match kind:
             case "batch":
-                self.given = [client_pass for d in directives[1:] for client_pass in d.chunk.passes]
+                self.given = [
+                    client_pass
+                    for d in directives[1:]
+                    for client_pass in d.chunk.passes
+                ]
                 messages = [t for d in directives[1:] for t in d.chunk.trajectories]
-                await self._train(first.batch, [codec.trajectory_from_pb(m) for m in messages])
+                await self._train(
+                    first.batch, [codec.trajectory_from_pb(m) for m in messages]
+                )
             case "publish":
                 started_s = time.monotonic()
                 await self._publish(first.publish)
@@ -170,7 +184,9 @@ class FakeTrainer:
         """In a step."""
 
     async def sign(self) -> None:
-        await self.stub.ReportWork(trainer_pb2.WorkReport(), timeout=60, metadata=self.epoch)
+        await self.stub.ReportWork(
+            trainer_pb2.WorkReport(), timeout=60, metadata=self.epoch
+        )
 
     def hold_at(self, step: int) -> None:
         """The steps before `step` are trained; the others wait until `gate` is set."""
@@ -181,7 +197,9 @@ class FakeTrainer:
         """Waits until every step before `gated_from` is trained."""
         await until(lambda: self.version.step >= self.gated_from)
 
-    async def _train(self, header: trainer_pb2.BatchHeader, batch: list[Trajectory]) -> None:
+    async def _train(
+        self, header: trainer_pb2.BatchHeader, batch: list[Trajectory]
+    ) -> None:
         if header.step >= self.gated_from:
             self.holds = True
             await self.gate.wait()
@@ -199,7 +217,9 @@ class FakeTrainer:
         self.version = PolicyVersion(self.version.incarnation, header.step + 1)
         self.digest = trained(self.digest, batch, self.noise)
         if header.HasField("given"):
-            self.ordered.append((header.given, [client_pass.id for client_pass in self.given]))
+            self.ordered.append(
+                (header.given, [client_pass.id for client_pass in self.given])
+            )
             self.digest = trained(self.digest, [], header.given.SerializeToString())
             self.computed.clear()
         tokens = sum(t.num_sampled_tokens for t in batch)
@@ -223,9 +243,13 @@ class FakeTrainer:
 
     async def _compute(self, one: trainer_pb2.Pass) -> None:
         self.computed.setdefault(one.id, one)
-        logprobs = [np.full(len(s.targets) // 4, -1.5, "<f4").tobytes() for s in one.sequences]
+        logprobs = [
+            np.full(len(s.targets) // 4, -1.5, "<f4").tobytes() for s in one.sequences
+        ]
         report = trainer_pb2.PassReport(
-            id=one.id, logprobs=logprobs, metrics={"loss:sum": float(len(one.sequences))}
+            id=one.id,
+            logprobs=logprobs,
+            metrics={"loss:sum": float(len(one.sequences))},
         )
         await self.stub.ReportPass(report, timeout=60, metadata=self.epoch)
 
@@ -239,15 +263,21 @@ class FakeTrainer:
             metadata=self.epoch,
         )
 
-    async def _refuse(self, header: trainer_pb2.BatchHeader, group_ids: list[str]) -> None:
+    async def _refuse(
+        self, header: trainer_pb2.BatchHeader, group_ids: list[str]
+    ) -> None:
         """Reports a data fault like the real trainer: stops unless the batch is set aside."""
         fault = trainer_pb2.DataFault(
             step=header.step, batch_id=header.batch_id, group_ids=group_ids
         )
         failure = trainer_pb2.TrainerFailure(message="the loss is nan", data=fault)
         self.refused.append(header.batch_id)
-        receipt = await self.stub.ReportFailure(failure, timeout=60, metadata=self.epoch)
-        assert receipt == await self.stub.ReportFailure(failure, timeout=60, metadata=self.epoch)
+        receipt = await self.stub.ReportFailure(
+            failure, timeout=60, metadata=self.epoch
+        )
+        assert receipt == await self.stub.ReportFailure(
+            failure, timeout=60, metadata=self.epoch
+        )
         if not receipt.set_aside:
             self.stop_reason = "its batch cannot be trained"
 
@@ -271,9 +301,13 @@ class FakeTrainer:
     async def _publish(self, order: weights_pb2.PublishOrder) -> None:
         if not order.begun:
             start = trainer_pb2.PublishStart(
-                publish_id=order.publish_id, layout=LAYOUT, communicator=order.communicator
+                publish_id=order.publish_id,
+                layout=LAYOUT,
+                communicator=order.communicator,
             )
-            started = await self.stub.StartPublish(start, timeout=60, metadata=self.epoch)
+            started = await self.stub.StartPublish(
+                start, timeout=60, metadata=self.epoch
+            )
             if not started.receivers:
                 return
         self.communicator_id = order.communicator.communicator_id
@@ -281,7 +315,9 @@ class FakeTrainer:
         probe = PROBE if order.verify else None
         receipt = await self.stub.FinishPublish(
             trainer_pb2.PublishResult(
-                publish_id=order.publish_id, bucket_digests=bucket_digests(LAYOUT), probe=probe
+                publish_id=order.publish_id,
+                bucket_digests=bucket_digests(LAYOUT),
+                probe=probe,
             ),
             timeout=60,
             metadata=self.epoch,

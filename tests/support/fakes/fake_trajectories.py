@@ -155,7 +155,9 @@ def spans(draw: st.DrawFn, num_sampled: int) -> tuple[VersionSpan, ...]:
 
 
 @st.composite
-def image_places(draw: st.DrawFn, num_images: int, num_tokens: int) -> tuple[ImagePlace, ...]:
+def image_places(
+    draw: st.DrawFn, num_images: int, num_tokens: int
+) -> tuple[ImagePlace, ...]:
     """Draws places of some of the images, in the order of the tokens."""
     if not num_images or not num_tokens:
         return ()
@@ -263,7 +265,9 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     )
 
 
-def make_trajectory(num_context: int, num_sampled: int, num_versions: int = 1) -> Trajectory:
+def make_trajectory(
+    num_context: int, num_sampled: int, num_versions: int = 1
+) -> Trajectory:
     """An ordinary one, with names of the usual length."""
     generator = np.random.default_rng(1)
     cut = np.linspace(0, num_sampled, num_versions + 1).astype(int)

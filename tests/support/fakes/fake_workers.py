@@ -34,7 +34,9 @@ ADD = {
 class WorkerStream:
     """One attached worker: sends commands, gives answers by call."""
 
-    def __init__(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
+    def __init__(
+        self, requests: AsyncIterator, context: grpc.aio.ServicerContext
+    ) -> None:
         self._requests = requests
         self._context = context
         self._answers: dict[int, asyncio.Future[pb.WorkerMessage]] = {}
@@ -62,10 +64,14 @@ class WorkerStream:
     async def load(
         self, reference: str, args_json: str = "", search_path: str = ""
     ) -> pb.WorkerMessage:
-        spec = pb.EnvironmentSpec(reference=reference, args_json=args_json, search_path=search_path)
+        spec = pb.EnvironmentSpec(
+            reference=reference, args_json=args_json, search_path=search_path
+        )
         return await self.call(load=pb.LoadCommand(spec=spec))
 
-    async def reset(self, key: str, task_index: int = 0, seed: int = 0) -> pb.WorkerMessage:
+    async def reset(
+        self, key: str, task_index: int = 0, seed: int = 0
+    ) -> pb.WorkerMessage:
         return await self.call(
             reset=pb.ResetCommand(episode_key=key, task_index=task_index, seed=seed)
         )
@@ -92,7 +98,9 @@ class WorkerServer(environment_pb2_grpc.WorkerServiceServicer):
     async def attached(self) -> WorkerStream:
         return await asyncio.wait_for(self._attached.get(), LIMIT_S)
 
-    async def Attach(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:  # noqa: N802
+    async def Attach(
+        self, requests: AsyncIterator, context: grpc.aio.ServicerContext
+    ) -> None:  # noqa: N802
         stream = WorkerStream(requests, context)
         reader = asyncio.create_task(stream.read())
         self._attached.put_nowait(stream)
@@ -139,8 +147,12 @@ class Good(Environment[str]):
     async def step(self, reply: str) -> StepResult:
         self.turns += 1
         if self.turns == 1:
-            return StepResult(0.25, done=False, messages=[{"role": "user", "content": reply}])
-        return StepResult(0.5, metrics={"turns": self.turns, "truncated": self.truncated})
+            return StepResult(
+                0.25, done=False, messages=[{"role": "user", "content": reply}]
+            )
+        return StepResult(
+            0.5, metrics={"turns": self.turns, "truncated": self.truncated}
+        )
 
 
 class Plain(Environment[int]):
@@ -168,7 +180,9 @@ class Calculator(Environment[int]):
 
     def step(self, reply: Reply) -> StepResult:
         message = Message("user", f"{reply}|{reply.content}|{reply.reasoning}")
-        results = [Message("tool", repr(call.arguments), call.id) for call in reply.tool_calls]
+        results = [
+            Message("tool", repr(call.arguments), call.id) for call in reply.tool_calls
+        ]
         tools = None if reply.tool_calls else []
         return StepResult(done=False, messages=[message, *results], tools=tools)
 
@@ -259,12 +273,20 @@ class Misbehaving(Environment[str]):
                 return StepResult(tools=[])
             case "tools without a type":
                 tools = [{"name": "look"}]
-                return StepResult(done=False, messages=[Message("user", "and?")], tools=tools)
+                return StepResult(
+                    done=False, messages=[Message("user", "and?")], tools=tools
+                )
             case "long":
                 return StepResult("x" * 10_000)  # type: ignore[arg-type]
             case "print":
                 print("printed by the environment")
-        rewards = {"nan": math.nan, "inf": math.inf, "none": None, "text": "1", "huge": 10**400}
+        rewards = {
+            "nan": math.nan,
+            "inf": math.inf,
+            "none": None,
+            "text": "1",
+            "huge": 10**400,
+        }
         return StepResult(rewards.get(reply, 1.0))  # type: ignore[arg-type]
 
 

@@ -8,7 +8,12 @@ from typing import Any
 import torch
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 
-from support.fakes.parity_models import OTHER_KINDS, enlarge, random_model, write_as_other_kind
+from support.fakes.parity_models import (
+    OTHER_KINDS,
+    enlarge,
+    random_model,
+    write_as_other_kind,
+)
 from support.fakes.published_kimi import write_as_published
 
 VOCAB = 64
@@ -97,7 +102,10 @@ DELTA_NETS = {
     "linear_num_key_heads": 1,
     "linear_num_value_heads": 2,
 }
-WINDOWS = {"sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOWS = {
+    "sliding_window": 100,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 GEMMA = WINDOWS | {"head_dim": 32, "query_pre_attn_scalar": 50}
 GEMMA_CHOICES = {
     "sliding_window": 101,
@@ -142,12 +150,19 @@ FAMILIES = {
     "deepseek": Family(
         "DeepseekV3",
         LATENT
-        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 2, "topk_group": 1},
+        | {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "n_group": 2,
+            "topk_group": 1,
+        },
         SIGMOID_CHOICES | {"rms_norm_eps": 0.02, "topk_group": 2},
     ),
     "qwen3-next": Family(
         "Qwen3Next",
-        MIXTURE | DELTA_NETS | {"norm_topk_prob": True, "shared_expert_intermediate_size": 24},
+        MIXTURE
+        | DELTA_NETS
+        | {"norm_topk_prob": True, "shared_expert_intermediate_size": 24},
         {"norm_topk_prob": False, "num_experts_per_tok": 2},
     ),
     "qwen35": Family("Qwen3_5Text", DELTA_NETS),
@@ -181,26 +196,45 @@ FAMILIES = {
     "kimi": Family(
         "DeepseekV3",
         LATENT
-        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+        | {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "n_group": 1,
+            "topk_group": 1,
+        },
         SIGMOID_CHOICES | {"rms_norm_eps": 0.02},
     ),
     "kimi25": Family(
         "Kimi_K25",
         LATENT
-        | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1},
+        | {
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "n_group": 1,
+            "topk_group": 1,
+        },
         SIGMOID_CHOICES | {"rms_norm_eps": 0.02},
     ),
     "mimo": Family("Qwen2"),
     "minimax": Family(
         "MiniMaxM2",
-        {"num_local_experts": 4, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16}
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 3,
+            "head_dim": 32,
+            "rotary_dim": 16,
+        }
         | {"scoring_func": "sigmoid", "use_routing_bias": True},
         {"num_experts_per_tok": 2},
     ),
     "smollm3": Family(
-        "SmolLM3", {"no_rope_layers": [1, 0], "pad_token_id": None}, {"no_rope_layers": [0, 1]}
+        "SmolLM3",
+        {"no_rope_layers": [1, 0], "pad_token_id": None},
+        {"no_rope_layers": [0, 1]},
     ),
-    "mistral": Family("Mistral", {"head_dim": 32, "sliding_window": 100}, {"sliding_window": 101}),
+    "mistral": Family(
+        "Mistral", {"head_dim": 32, "sliding_window": 100}, {"sliding_window": 101}
+    ),
     "ministral3": Family("Ministral3", {"head_dim": 32}),
 }
 CHOICES = {"rms_norm_eps": 1e-6}
@@ -247,7 +281,9 @@ CASES = [
 ]
 
 
-def make_field_model(folder: Path, case: str, *, seed: int = 0, **sizes: object) -> None:
+def make_field_model(
+    folder: Path, case: str, *, seed: int = 0, **sizes: object
+) -> None:
     """A Hugging Face folder `folder`/`case`, in the form that transformers writes."""
     family, rope = case.split(".")
     record = FAMILIES[family]

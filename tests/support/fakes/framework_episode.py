@@ -18,7 +18,14 @@ from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import EnvironmentFailed
 from slipstream.v1 import environment_pb2 as pb
 
-from support.fakes.scripted_server import Episode, Handler, as_json, chat_chunk, chat_reply, event
+from support.fakes.scripted_server import (
+    Episode,
+    Handler,
+    as_json,
+    chat_chunk,
+    chat_reply,
+    event,
+)
 
 MARK = "EPISODES "
 
@@ -35,7 +42,11 @@ def scripted(replies: list[Any], seen: list[dict[str, Any]]) -> Handler:
         elif not isinstance(reply, str):
             body = chat_reply("")
             tool = {"name": reply["name"], "arguments": json.dumps(reply["arguments"])}
-            call_of_tool = {"id": f"call_{number}", "type": "function", "function": tool}
+            call_of_tool = {
+                "id": f"call_{number}",
+                "type": "function",
+                "function": tool,
+            }
             choice = body["choices"][0]  # type: ignore[index]
             choice["message"]["tool_calls"] = [call_of_tool]
             choice["finish_reason"] = "tool_calls"
@@ -50,7 +61,9 @@ def scripted(replies: list[Any], seen: list[dict[str, Any]]) -> Handler:
     return handle
 
 
-async def play(host: EpisodeHost, number: int, episode: dict[str, Any]) -> dict[str, Any]:
+async def play(
+    host: EpisodeHost, number: int, episode: dict[str, Any]
+) -> dict[str, Any]:
     seen: list[dict[str, Any]] = []
     played = Episode(
         host,
@@ -73,13 +86,17 @@ async def main() -> None:
     parsed = json.loads(sys.argv[1])
     try:
         environment = load_environment(
-            parsed["reference"], json.dumps(parsed["args"]), parsed.get("search_path", "")
+            parsed["reference"],
+            json.dumps(parsed["args"]),
+            parsed.get("search_path", ""),
         )
         host = EpisodeHost(environment)
     except EnvironmentFailed as error:
         print(MARK + json.dumps([{"failure": str(error)}]))
         return
-    episodes = [play(host, number, episode) for number, episode in enumerate(parsed["episodes"])]
+    episodes = [
+        play(host, number, episode) for number, episode in enumerate(parsed["episodes"])
+    ]
     played = await asyncio.gather(*episodes)
     await host.close_all()
     print(MARK + json.dumps(played))

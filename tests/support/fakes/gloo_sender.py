@@ -35,7 +35,11 @@ class GlooSender:
         self.deadline_s = deadline_s
         self._join_timeout = timedelta(seconds=join_deadline_s)
         self._store = c10d.TCPStore(
-            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=self._join_timeout
+            "127.0.0.1",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._join_timeout,
         )
         self.communicator = weights_pb2.Communicator(
             communicator_id=communicator_id,
@@ -62,7 +66,9 @@ class GlooSender:
         options._devices = [c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._timeout = self._join_timeout
         store = c10d.PrefixStore(self.communicator.communicator_id, self._store)
-        self._group = c10d.ProcessGroupGloo(store, 0, self.communicator.world_size, options)
+        self._group = c10d.ProcessGroupGloo(
+            store, 0, self.communicator.world_size, options
+        )
 
     def send(
         self,
@@ -93,14 +99,18 @@ class GlooSender:
             options.rootTensor = 0
             options.timeout = timeout
             self._group.broadcast([buffer], options).wait(timeout)
-            digests.append(bucket_digest(bucket_tensor_digests(bucket, buffer.numpy().data)))
+            digests.append(
+                bucket_digest(bucket_tensor_digests(bucket, buffer.numpy().data))
+            )
         return digests
 
     def digests(
         self, layout: weights_pb2.WeightLayout, tensors: Mapping[str, torch.Tensor]
     ) -> list[bytes]:
         return [
-            bucket_digest(bucket_tensor_digests(bucket, pack(bucket, tensors).numpy().data))
+            bucket_digest(
+                bucket_tensor_digests(bucket, pack(bucket, tensors).numpy().data)
+            )
             for bucket in layout_from_pb(layout)
         ]
 

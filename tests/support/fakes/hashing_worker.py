@@ -15,10 +15,14 @@ class HashingWorker(WorkerExtension):
         digest = hashlib.blake2b()
         for name, tensor in sorted(model.named_parameters()):
             digest.update(name.encode())
-            digest.update(tensor.data.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+            digest.update(
+                tensor.data.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+            )
         return digest.hexdigest()
 
 
 def use_hashing_worker() -> None:
     """Has engines of this process start such workers."""
-    engine_arguments._WORKER_EXTENSION = f"{HashingWorker.__module__}.{HashingWorker.__name__}"
+    engine_arguments._WORKER_EXTENSION = (
+        f"{HashingWorker.__module__}.{HashingWorker.__name__}"
+    )

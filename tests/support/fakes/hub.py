@@ -64,7 +64,9 @@ class _Handler(BaseHTTPRequestHandler):
         # The path of a model begins with its owner.
         repository = parts[1:] if parts[0] == "datasets" else parts
         if repository[2:3] == ["resolve"]:
-            self._file("/".join(repository[:2]), repository[3], "/".join(repository[4:]))
+            self._file(
+                "/".join(repository[:2]), repository[3], "/".join(repository[4:])
+            )
         else:
             self._error(404, "EntryNotFound", f"no {url.path}")
 
@@ -100,11 +102,19 @@ class _Handler(BaseHTTPRequestHandler):
                 self._error(404, "EntryNotFound", f"no folder {below}")
                 return
             if parse_qs(query).get("recursive", ["false"])[0].lower() != "true":
-                inside = [e for e in inside if "/" not in str(e["path"]).removeprefix(below)]
+                inside = [
+                    e for e in inside if "/" not in str(e["path"]).removeprefix(below)
+                ]
             self._json(inside)
         elif kind == "paths-info":
-            body_paths = json.loads(body)["paths"] if body[:1] == b"{" else parse_qs(body.decode())
-            expected = body_paths["paths"] if isinstance(body_paths, dict) else body_paths
+            body_paths = (
+                json.loads(body)["paths"]
+                if body[:1] == b"{"
+                else parse_qs(body.decode())
+            )
+            expected = (
+                body_paths["paths"] if isinstance(body_paths, dict) else body_paths
+            )
             self._json([e for e in entries + _folders(files) if e["path"] in expected])
         else:
             self._error(404, "EntryNotFound", f"no {kind}")
@@ -135,10 +145,14 @@ class _Handler(BaseHTTPRequestHandler):
         )
 
     def _json(self, value: object) -> None:
-        self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+        self._send(
+            200, json.dumps(value).encode(), {"Content-Type": "application/json"}
+        )
 
     def _error(self, status: int, code: str, message: str) -> None:
-        headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
+        headers = {"X-Error-Message": message} | (
+            {"X-Error-Code": code} if code else {}
+        )
         self._send(status, json.dumps({"error": message}).encode(), headers)
 
     def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
@@ -162,7 +176,8 @@ def _entry(path: str, content: bytes) -> dict[str, object]:
 def _folders(files: Iterable[str]) -> list[dict[str, object]]:
     folders = {str(parent) for path in files for parent in Path(path).parents} - {"."}
     return [
-        {"type": "directory", "path": folder, "size": 0, "oid": ""} for folder in sorted(folders)
+        {"type": "directory", "path": folder, "size": 0, "oid": ""}
+        for folder in sorted(folders)
     ]
 
 
@@ -170,9 +185,13 @@ def _folders(files: Iterable[str]) -> list[dict[str, object]]:
 def serve_hub(folder: Path) -> Iterator[Hub]:
     """Serves the data sets in `folder` until the block ends."""
     hub = Hub(folder)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
+    server = ThreadingHTTPServer(
+        ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub})
+    )
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.05}
+    )
     thread.start()
     try:
         yield hub

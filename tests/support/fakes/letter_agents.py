@@ -20,10 +20,14 @@ class Smallest(AgentEnvironment[list[str]]):
         return self._tasks
 
     async def run(self, task, endpoint):
-        client = self._client.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        client = self._client.with_options(
+            base_url=endpoint.base_url, api_key=endpoint.api_key
+        )
         messages = [{"role": "user", "content": " ".join(task)}]
         for attempt in (1, 2):
-            answer = await client.chat.completions.create(model="any", messages=messages)
+            answer = await client.chat.completions.create(
+                model="any", messages=messages
+            )
             reply = answer.choices[0].message
             if (reply.content or "").split()[:1] == [min(task)]:
                 return AgentOutcome(1 / attempt, {"attempts": attempt})
@@ -37,8 +41,16 @@ class Plainly(Smallest):
         self._sync = openai.OpenAI(api_key="of no episode", max_retries=0)
 
     def run(self, task, endpoint):
-        client = self._sync.with_options(base_url=endpoint.base_url, api_key=endpoint.api_key)
+        client = self._sync.with_options(
+            base_url=endpoint.base_url, api_key=endpoint.api_key
+        )
         messages = [{"role": "user", "content": " ".join(task)}]
-        with client.chat.completions.create(model="any", messages=messages, stream=True) as stream:
-            deltas = [chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices]
+        with client.chat.completions.create(
+            model="any", messages=messages, stream=True
+        ) as stream:
+            deltas = [
+                chunk.choices[0].delta.content or ""
+                for chunk in stream
+                if chunk.choices
+            ]
         return float("".join(deltas).split()[:1] == [min(task)])

@@ -31,7 +31,9 @@ STEPS = 6
 class Liar:
     """A caller that joins as a rollout server and then says what it is told to say."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, epoch: int = 77, process: int = 0) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, *, epoch: int = 77, process: int = 0
+    ) -> None:
         self.channel = channel
         self.epoch = epoch
         self.process = process
@@ -103,7 +105,9 @@ def deliver(channel: grpc.aio.Channel, *requests: trajectory_pb2.DeliverRequest)
             yield request
         await asyncio.Event().wait()
 
-    return trajectory_pb2_grpc.TrajectoryServiceStub(channel).Deliver(messages(), timeout=LIMIT_S)
+    return trajectory_pb2_grpc.TrajectoryServiceStub(channel).Deliver(
+        messages(), timeout=LIMIT_S
+    )
 
 
 async def ended(call) -> tuple[grpc.StatusCode, str]:

@@ -12,7 +12,9 @@ def write_safetensors(
     path: Path, num_bytes: int = 0, *, beside: Mapping[str, Sequence[int]] | None = None
 ) -> None:
     """Writes one tensor of `num_bytes` bytes; `beside`: shapes of other tensors, without data."""
-    tensors = {"w": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}}
+    tensors = {
+        "w": {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    }
     for name, shape in (beside or {}).items():
         tensors[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [0, 0]}
     header = json.dumps({"__metadata__": {"format": "pt"}} | tensors).encode()

@@ -53,7 +53,10 @@ def advantage(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 
 
 def reward(group: Sequence[RewardedEpisode]) -> list[ShapedReward]:
-    return [ShapedReward(episode.reward, {"own_reward": episode.reward}) for episode in group]
+    return [
+        ShapedReward(episode.reward, {"own_reward": episode.reward})
+        for episode in group
+    ]
 
 
 def halved(group: Sequence[RewardedEpisode]) -> list[float]:

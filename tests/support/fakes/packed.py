@@ -56,8 +56,12 @@ def micro_batch(
         position_ids=nothing,
         targets=nothing,
         loss_mask=torch.tensor(mask if mask is not None else [True] * number),
-        loss_weights=torch.tensor(loss_weights if loss_weights is not None else [1.0] * number),
-        advantages=torch.tensor(advantages if advantages is not None else [1.0] * number),
+        loss_weights=torch.tensor(
+            loss_weights if loss_weights is not None else [1.0] * number
+        ),
+        advantages=torch.tensor(
+            advantages if advantages is not None else [1.0] * number
+        ),
         behavior_logprobs=torch.tensor(behavior),
         lags=torch.tensor(lags if lags is not None else [0] * number),
         sequence_ids=ids,

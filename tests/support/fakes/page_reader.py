@@ -61,7 +61,9 @@ class Reader:
                 )
 
     def _adapted(self, text: str) -> str:
-        text = re.sub(r"^steps = \d+$", f"steps = {self.steps}", text, flags=re.MULTILINE)
+        text = re.sub(
+            r"^steps = \d+$", f"steps = {self.steps}", text, flags=re.MULTILINE
+        )
         if self.steps < 100:
             text = text.replace("--step 100", f"--step {self.steps}")
         return text
@@ -86,7 +88,11 @@ class Reader:
         shown = self.folder / "shown"
         with shown.open("w") as file:
             run = subprocess.Popen(
-                command.split(), cwd=self.folder, env=self.environ, stdout=file, stderr=file
+                command.split(),
+                cwd=self.folder,
+                env=self.environ,
+                stdout=file,
+                stderr=file,
             )
             try:
                 ends_s = time.monotonic() + LIMIT_S

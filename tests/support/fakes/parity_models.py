@@ -102,7 +102,9 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "routed_scaling_factor": 1.7,
         "num_mtp_layers": 0,
     }
-    glm_rope = {"rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": 0.5}}
+    glm_rope = {
+        "rope_parameters": rope["rope_parameters"] | {"partial_rotary_factor": 0.5}
+    }
     latent = {
         **sigmoid,
         "scoring_func": "sigmoid",
@@ -148,22 +150,35 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "llama": ("Llama", {**sizes, "tie_word_embeddings": False}),
         "tied": ("Llama", {**sizes, "tie_word_embeddings": True}),
         # A vocabulary that two ranks do not divide.
-        "odd": ("Llama", sizes | {"vocab_size": VOCAB + 1, "tie_word_embeddings": True}),
+        "odd": (
+            "Llama",
+            sizes | {"vocab_size": VOCAB + 1, "tie_word_embeddings": True},
+        ),
         "llama3": ("Llama", long | {"tie_word_embeddings": True}),
         # Queries, keys and values have biases.
         "qwen2": ("Qwen2", {**sizes, **rope, "tie_word_embeddings": True}),
         # Heads are wider than their share of the hidden size.
-        "qwen3": ("Qwen3", sizes | rope | {"head_dim": 32, "tie_word_embeddings": False}),
+        "qwen3": (
+            "Qwen3",
+            sizes | rope | {"head_dim": 32, "tie_word_embeddings": False},
+        ),
         "moe": ("Qwen3Moe", mixture | {"norm_topk_prob": True}),
         "moe-softmax": ("Qwen3Moe", mixture | {"norm_topk_prob": False}),
         "qwen3-next": (
             "Qwen3Next",
             mixture | delta_net | glm_rope | shared_expert | {"norm_topk_prob": True},
         ),
-        "qwen35": ("Qwen3_5Text", sizes | delta_net | glm_rope | {"tie_word_embeddings": True}),
+        "qwen35": (
+            "Qwen3_5Text",
+            sizes | delta_net | glm_rope | {"tie_word_embeddings": True},
+        ),
         "qwen35-moe": (
             "Qwen3_5MoeText",
-            {name: value for name, value in mixture.items() if name != "intermediate_size"}
+            {
+                name: value
+                for name, value in mixture.items()
+                if name != "intermediate_size"
+            }
             | delta_net
             | glm_rope
             | shared_expert,
@@ -172,7 +187,10 @@ def make_models(folder: Path, *, num_layers: int = NUM_LAYERS) -> None:
         "mistral": ("Mistral", {**sizes, **rope, "sliding_window": 6}),
         "ministral3": ("Ministral3", {**sizes, "rope_parameters": yarn}),
         "gemma3": ("Gemma3Text", gemma3),
-        "glm": ("Glm4Moe", sigmoid | glm_rope | {"attention_bias": True, "use_qk_norm": True}),
+        "glm": (
+            "Glm4Moe",
+            sigmoid | glm_rope | {"attention_bias": True, "use_qk_norm": True},
+        ),
         "deepseek": ("DeepseekV3", latent | {"rope_parameters": latent_yarn}),
         # Queries come from no latent vector, and two ranks do not divide the vocabulary.
         "moonlight": (

@@ -41,7 +41,10 @@ def write_as_published(folder: Path) -> None:
     path = folder / "config.json"
     values = json.loads(path.read_text())
     values["architectures"] = [ARCHITECTURE]
-    values["text_config"] |= {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
+    values["text_config"] |= {
+        "model_type": "kimi_k2",
+        "architectures": ["DeepseekV3ForCausalLM"],
+    }
     path.write_text(json.dumps(values))
     weights = folder / "model.safetensors"
     tensors = {

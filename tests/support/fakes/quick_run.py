@@ -77,10 +77,14 @@ def passed(models: Models, given: trainer_pb2.Pass) -> trainer_pb2.PassReport:
     outputs = []
     for sequence in given.sequences:
         state.update(sequence.SerializeToString(deterministic=True))
-        values = np.resize(np.frombuffer(state.digest(), dtype="u1"), len(sequence.targets) // 4)
+        values = np.resize(
+            np.frombuffer(state.digest(), dtype="u1"), len(sequence.targets) // 4
+        )
         outputs.append((-values / 64).astype("<f4").tobytes())
     total = float(int.from_bytes(state.digest()[:4], "big"))
-    return trainer_pb2.PassReport(id=given.id, logprobs=outputs, metrics={"loss:sum": total})
+    return trainer_pb2.PassReport(
+        id=given.id, logprobs=outputs, metrics={"loss:sum": total}
+    )
 
 
 def ordered(models: Models, kept: dict[int, Models], given, passes) -> None:
@@ -94,7 +98,9 @@ def ordered(models: Models, kept: dict[int, Models], given, passes) -> None:
                 state.update(repr(passed(models, client_pass).metrics).encode())
         case "begin":
             data = given.begin.SerializeToString(deterministic=True)
-            state = hashlib.blake2b(data + f"{given.adapter.rank}".encode(), digest_size=16)
+            state = hashlib.blake2b(
+                data + f"{given.adapter.rank}".encode(), digest_size=16
+            )
         case "load":
             models[name] = kept[given.load.step].get(given.load.adapter, "")
             return
@@ -103,7 +109,9 @@ def ordered(models: Models, kept: dict[int, Models], given, passes) -> None:
     models[name] = state.hexdigest()
 
 
-def made(digest: bytes, batch, header, passes, models: Models, kept: dict[int, Models]) -> bytes:
+def made(
+    digest: bytes, batch, header, passes, models: Models, kept: dict[int, Models]
+) -> bytes:
     """The digest of the weights after a step, which changes the models."""
     digest = trained(digest, batch)
     if header.HasField("given"):
@@ -122,7 +130,9 @@ def serve() -> None:
         sys.modules[module.__name__] = module
     # Tokenizers need no torch, whose import takes three seconds.
     find = importlib.util.find_spec
-    importlib.util.find_spec = lambda name, *args: None if name == "torch" else find(name, *args)
+    importlib.util.find_spec = lambda name, *args: (
+        None if name == "torch" else find(name, *args)
+    )
     from slipstream.core.machine.process import leave
     from slipstream.rollout_server.__main__ import main
 
@@ -165,7 +175,9 @@ def train() -> None:
         folder = config.run_dir / "checkpoints"
         if version.step not in complete_steps(folder):
             save_checkpoint(folder, version.step, weight_digest=digest.hex())
-        report = trainer_pb2.CheckpointReport(version=version_to_pb(version), weight_digest=digest)
+        report = trainer_pb2.CheckpointReport(
+            version=version_to_pb(version), weight_digest=digest
+        )
         client.report_checkpoint(report)
 
     hello = trainer_pb2.TrainerHello(
@@ -182,12 +194,16 @@ def train() -> None:
         )
         match first.WhichOneof("directive"):
             case "batch":
-                batch = [trajectory_from_pb(t) for d in rest for t in d.chunk.trajectories]
+                batch = [
+                    trajectory_from_pb(t) for d in rest for t in d.chunk.trajectories
+                ]
                 check_tokens(batch)
                 time.sleep(STEP_S)
                 step = first.batch.step
                 passes = [client_pass for d in rest for client_pass in d.chunk.passes]
-                digest = made(digest, batch, first.batch, passes, models, models_by_step)
+                digest = made(
+                    digest, batch, first.batch, passes, models, models_by_step
+                )
                 metrics = {"trained_tokens": sum(t.num_sampled_tokens for t in batch)}
                 if made_of := models.get(first.batch.given.adapter.name):
                     metrics["weights"] = int(made_of[:12], 16)
@@ -212,7 +228,9 @@ def train() -> None:
             case "publish":
                 communicator = publish(client, first.publish, communicator)
             case "stop":
-                client.finish(trainer_pb2.TrainerGoodbye(weight_digest=digest, export_path="none"))
+                client.finish(
+                    trainer_pb2.TrainerGoodbye(weight_digest=digest, export_path="none")
+                )
                 client.close()
                 return
 
@@ -237,11 +255,15 @@ def publish(client, order, communicator: str) -> str:
 def check_tokens(batch) -> None:
     """Every sampled token is of the version that its span names."""
     for trajectory in batch:
-        steps = [s.version.step for s in trajectory.version_spans for _ in range(s.length)]
+        steps = [
+            s.version.step for s in trajectory.version_spans for _ in range(s.length)
+        ]
         sampled = trajectory.token_ids[-len(steps) :].tolist()
         # The last one may be the end of the text.
         letters = [token - 4 for token in sampled[:-1]]
-        assert letters == [step % 20 for step in steps[: len(letters)]], trajectory.trajectory_id
+        assert letters == [step % 20 for step in steps[: len(letters)]], (
+            trajectory.trajectory_id
+        )
 
 
 def replay(folder: Path) -> int:
@@ -255,7 +277,9 @@ def replay(folder: Path) -> int:
     for step, record in sorted(history.batches.items()):
         message = read_batch(folder / "journal", step, record.crc32, record.attempt)
         batch = [trajectory_from_pb(t) for t in message.trajectories]
-        digest = made(digest, batch, message.header, message.passes, models, models_by_step)
+        digest = made(
+            digest, batch, message.header, message.passes, models, models_by_step
+        )
         step_record = history.steps.get(step)
         if step_record is not None and step_record.digest != digest.hex():
             print(f"step {step} made {step_record.digest}, not {digest.hex()}")

@@ -22,19 +22,28 @@ LARGE = 30_000
 
 
 class Scene:
-    def __init__(self, folder: Path, shape: str, *, stage: bool, moving: bool = False) -> None:
+    def __init__(
+        self, folder: Path, shape: str, *, stage: bool, moving: bool = False
+    ) -> None:
         keep_matrices_plain()
-        config, self._model, self._fresh = two_models(folder / shape, SHAPES[shape], 0, 1)
+        config, self._model, self._fresh = two_models(
+            folder / shape, SHAPES[shape], 0, 1
+        )
         config.parallel_config.enable_eplb = moving
         self._worker = _worker(config, self._model)
         self._sender = GlooSender("first")
         self._stage = stage
         self._count = 0
-        self.first, self.second = checkpoint(folder / shape, 1), checkpoint(folder / shape, 2)
+        self.first, self.second = (
+            checkpoint(folder / shape, 1),
+            checkpoint(folder / shape, 2),
+        )
         self._model.load_weights(iter(self.first.items()))
         self.seen: list[Any] = []
 
-    def publish(self, weights: Weights, bucket_bytes: int, most: int | None = None) -> None:
+    def publish(
+        self, weights: Weights, bucket_bytes: int, most: int | None = None
+    ) -> None:
         """An update; notes (by plan, the weights are what the loader makes of them)."""
         self._count += 1
         layout = layout_of(weights, bucket_bytes)
@@ -43,7 +52,9 @@ class Scene:
             self._sender.deadline_s = 1.0
         order = self._sender.order(f"p{self._count}", self._count)
         sending = threading.Thread(
-            target=self._sender.send, args=(layout, weights), kwargs={"max_buckets": most}
+            target=self._sender.send,
+            args=(layout, weights),
+            kwargs={"max_buckets": most},
         )
         sending.start()
         try:
@@ -59,7 +70,9 @@ class Scene:
         """The same from a file that a server has fetched; notes whether digests agree too."""
         self._count += 1
         layout = layout_of(weights, SMALL)
-        path.write_bytes(b"".join(pack(b, weights).numpy() for b in layout_from_pb(layout)))
+        path.write_bytes(
+            b"".join(pack(b, weights).numpy() for b in layout_from_pb(layout))
+        )
         order = self._sender.order(f"p{self._count}", self._count)
         order.communicator.Clear()
         order.communicator.transport, order.communicator.path = "storage", str(path)
@@ -76,7 +89,11 @@ class Scene:
     ) -> dict[str, Any]:
         ready = value_of(
             self._worker.slipstream_call(
-                "prepare", order.SerializeToString(), layout.SerializeToString(), 1, self._stage
+                "prepare",
+                order.SerializeToString(),
+                layout.SerializeToString(),
+                1,
+                self._stage,
             )
         )
         while not ready:
@@ -157,7 +174,9 @@ def updates_of_layers_with_scales(rank: int, folder: Path, shape: str) -> list[A
     layers = scene.add_scales()
     for weights in (scene.first, scene.second):
         scene.publish(weights, SMALL)
-        scene.seen.append(all(torch.equal(layer.weight_scale, scale_of(layer)) for layer in layers))
+        scene.seen.append(
+            all(torch.equal(layer.weight_scale, scale_of(layer)) for layer in layers)
+        )
     return [len(layers), *scene.seen]
 
 

@@ -15,7 +15,10 @@ VOCAB = 32
 def position(token: int, place: int, top_k: int) -> dict[str, Any]:
     """What it says of one token: likely ones follow `place`, each half as likely as the last."""
     likely = {
-        str((place + number) % VOCAB): {"logprob": -0.7 * (number + 1), "rank": number + 1}
+        str((place + number) % VOCAB): {
+            "logprob": -0.7 * (number + 1),
+            "rank": number + 1,
+        }
         for number in range(top_k)
     }
     return {str(token): {"logprob": -5.0, "rank": top_k + 7}} | likely
@@ -60,7 +63,12 @@ class ReferenceEndpoint:
 
     def reply(self, path: str, body: dict[str, Any]) -> tuple[int, object]:
         if path == "/v1/models":
-            model = {"id": "teacher", "object": "model", "created": 1, "owned_by": "test"}
+            model = {
+                "id": "teacher",
+                "object": "model",
+                "created": 1,
+                "owned_by": "test",
+            }
             return 200, {"data": [model | {"max_model_len": self.max_model_len}]}
         if path == "/detokenize":
             return 200, {"prompt": self.texts(body["tokens"])}
@@ -78,7 +86,9 @@ def reference_endpoint() -> Iterator[ReferenceEndpoint]:
             self.answer({})
 
         def do_POST(self) -> None:
-            self.answer(json.loads(self.rfile.read(int(self.headers["content-length"]))))
+            self.answer(
+                json.loads(self.rfile.read(int(self.headers["content-length"])))
+            )
 
         def answer(self, body: dict[str, Any]) -> None:
             endpoint.keys.append(self.headers["authorization"])

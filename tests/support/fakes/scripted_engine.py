@@ -68,7 +68,9 @@ class ScriptedEngine(FakeEngine):
             failed = self.fail_with
             raise failed if isinstance(failed, Exception) else GenerationFailed(failed)
         self.num_open += 1
-        text = self.script(self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False))
+        text = self.script(
+            self.tokenizer.decode(prompt_token_ids, skip_special_tokens=False)
+        )
         stop_text = next((stop for stop in options.stop if stop in text), None)
         if stop_text is not None:
             # The last token completes the text.
@@ -124,7 +126,9 @@ class ScriptedEngine(FakeEngine):
         )
         self._generated += len(done)
         self._returned += len(done)
-        text = self.tokenizer.decode(done, skip_special_tokens=options.skip_special_tokens)
+        text = self.tokenizer.decode(
+            done, skip_special_tokens=options.skip_special_tokens
+        )
         text = text.removesuffix("<|im_end|>")
         is_stopped = reason is FinishReason.STOP and stop_text is not None
         if is_stopped and not options.with_stop:

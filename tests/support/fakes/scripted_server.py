@@ -28,10 +28,14 @@ class Episode:
     failures: list[str] = field(default_factory=list)
 
     async def command(self, **command: object) -> pb.WorkerMessage:
-        return await asyncio.wait_for(self.host.answer(pb.WorkerCommand(**command)), LIMIT_S)
+        return await asyncio.wait_for(
+            self.host.answer(pb.WorkerCommand(**command)), LIMIT_S
+        )
 
     async def reset(self, seed: int = 0) -> pb.Observation:
-        command = pb.ResetCommand(episode_key=self.key, task_index=self.task_index, seed=seed)
+        command = pb.ResetCommand(
+            episode_key=self.key, task_index=self.task_index, seed=seed
+        )
         answer = await self.command(reset=command)
         assert not answer.HasField("failure"), answer.failure.message
         return answer.observation
@@ -41,7 +45,9 @@ class Episode:
         assert not answer.HasField("failure"), answer.failure.message
 
     async def next(self) -> pb.WorkerMessage:
-        return await self.command(follow_agent=pb.FollowAgentCommand(episode_key=self.key))
+        return await self.command(
+            follow_agent=pb.FollowAgentCommand(episode_key=self.key)
+        )
 
     async def run(self) -> pb.WorkerMessage:
         """Resets, answers all calls side by side, closes; returns the result or the failure."""
@@ -76,17 +82,23 @@ def as_json(body: object, status: int = 200, **headers: str) -> pb.ReplyPart:
     fields = {"content-type": "application/json"} | headers
     return pb.ReplyPart(
         status=status,
-        headers=[pb.HttpHeader(name=name, value=value) for name, value in fields.items()],
+        headers=[
+            pb.HttpHeader(name=name, value=value) for name, value in fields.items()
+        ],
         body=json.dumps(body).encode(),
         is_last=True,
     )
 
 
-def event(data: object, *, name: str = "", first: bool = False, last: bool = False) -> pb.ReplyPart:
+def event(
+    data: object, *, name: str = "", first: bool = False, last: bool = False
+) -> pb.ReplyPart:
     """One part of a streamed reply: one server-sent event."""
     text = data if isinstance(data, str) else json.dumps(data)
     lines = [f"event: {name}"] if name else []
-    part = pb.ReplyPart(body="\n".join([*lines, f"data: {text}", "", ""]).encode(), is_last=last)
+    part = pb.ReplyPart(
+        body="\n".join([*lines, f"data: {text}", "", ""]).encode(), is_last=last
+    )
     if first:
         part.status = 200
         part.headers.add(name="content-type", value="text/event-stream; charset=utf-8")
@@ -106,7 +118,11 @@ def chat_reply(text: str) -> dict[str, object]:
 
 
 def chat_chunk(text: str, finish: str | None = None) -> dict[str, object]:
-    choice = {"index": 0, "delta": {"role": "assistant", "content": text}, "finish_reason": finish}
+    choice = {
+        "index": 0,
+        "delta": {"role": "assistant", "content": text},
+        "finish_reason": finish,
+    }
     return {
         "id": "chatcmpl-1",
         "object": "chat.completion.chunk",

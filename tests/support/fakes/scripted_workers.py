@@ -10,7 +10,10 @@ from slipstream.core.errors import EnvironmentFailed
 from slipstream.protocol.call_record import CallRecord
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.rollout_server.episodes.environments import HostedEnvironment
-from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway, WorkerLimits
+from slipstream.rollout_server.episodes.worker_gateway import (
+    WorkerGateway,
+    WorkerLimits,
+)
 from slipstream.rollout_server.episodes.workers import EnvironmentWorker
 from slipstream.v1 import environment_pb2, fleet_pb2
 
@@ -51,7 +54,9 @@ class ScriptedWorker(EnvironmentWorker):
             if self._hosted.ends(self._hosted.num_steps, self.episodes[key]):
                 self._is_hung = True
                 self._hung_key = key
-                asyncio.get_running_loop().call_later(self._hosted.hang_s, self._end, key)
+                asyncio.get_running_loop().call_later(
+                    self._hosted.hang_s, self._end, key
+                )
                 return
             answer.verdict.reward = 1.0
         elif command.HasField("ping"):

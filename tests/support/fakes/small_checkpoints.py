@@ -11,7 +11,9 @@ from slipstream.protocol.checkpoints import (
     publish_and_retain,
 )
 
-LAYOUT = Layout(world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False)
+LAYOUT = Layout(
+    world_size=1, tp=1, pp=1, vpp=None, cp=1, ep=1, etp=1, distributed_optimizer=False
+)
 
 
 def written_checkpoint(folder: Path, step: int, *, weight_digest: str = "d") -> Path:

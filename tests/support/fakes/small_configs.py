@@ -32,7 +32,9 @@ NGRAM = {
 def small_config(**tables: object) -> Config:
     """The smallest settings; a mapping among `tables` changes the keys that it names."""
     laid = {
-        name: {**SMALLEST.get(name, {}), **values} if isinstance(values, Mapping) else values
+        name: {**SMALLEST.get(name, {}), **values}
+        if isinstance(values, Mapping)
+        else values
         for name, values in tables.items()
     }
     return parse_config(SMALLEST | laid, source="test")
@@ -47,7 +49,8 @@ def config_of_engine(model: Path, /, **tables: Mapping[str, object]) -> Config:
         "rollout_server": {"max_episodes": 16, "threads": 1, "enforce_eager": True},
     }
     return small_config(
-        **tables | {name: {**settings[name], **tables.get(name, {})} for name in settings}
+        **tables
+        | {name: {**settings[name], **tables.get(name, {})} for name in settings}
     )
 
 
@@ -68,10 +71,16 @@ def config_with(changes: Mapping[str, object] = MappingProxyType({})) -> Config:
     """The smallest settings with other values, by dotted key; a table adds to what is there."""
     table: dict[str, Any] = copy.deepcopy(SMALLEST)
     for key, value in changes.items():
-        *parents, last = (int(part) if part.isdigit() else part for part in key.split("."))
+        *parents, last = (
+            int(part) if part.isdigit() else part for part in key.split(".")
+        )
         place: Any = table
         for parent in parents:
-            place = place.setdefault(parent, {}) if isinstance(place, dict) else place[parent]
+            place = (
+                place.setdefault(parent, {})
+                if isinstance(place, dict)
+                else place[parent]
+            )
         is_table = isinstance(place, dict) and isinstance(place.get(last), dict)
         place[last] = place[last] | value if is_table else value
     return parse_config(table, source="test")
@@ -98,7 +107,8 @@ def refusals(text: str) -> list[Any]:
         elif not line.startswith("#"):
             lines_by_table.append((line, []))
     tables = [
-        tomllib.loads(f"settings = {{{settings}}}")["settings"] for settings, _ in lines_by_table
+        tomllib.loads(f"settings = {{{settings}}}")["settings"]
+        for settings, _ in lines_by_table
     ]
     return [
         pytest.param(table, " ".join(lines), id=settings)

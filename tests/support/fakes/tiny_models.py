@@ -41,6 +41,8 @@ def make_mixture_like(model: Path, folder: Path) -> Path:
         fields.pop(name)
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     torch.manual_seed(0)
-    mixture = Qwen3MoeForCausalLM(Qwen3MoeConfig(**fields | experts, norm_topk_prob=True))
+    mixture = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**fields | experts, norm_topk_prob=True)
+    )
     mixture.save_pretrained(folder)
     return folder

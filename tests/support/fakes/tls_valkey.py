@@ -46,9 +46,13 @@ async def serve(arguments: Sequence[str]) -> int:
         )
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, valkey.terminate)
 
-        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async def forward(
+            reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        ) -> None:
             async with asyncio.TaskGroup() as directions:
-                behind_reader, behind_writer = await asyncio.open_unix_connection(str(socket))
+                behind_reader, behind_writer = await asyncio.open_unix_connection(
+                    str(socket)
+                )
                 directions.create_task(copy(reader, behind_writer))
                 directions.create_task(copy(behind_reader, writer))
 

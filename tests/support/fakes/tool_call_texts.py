@@ -9,7 +9,10 @@ PROPERTIES = {"a": {"type": "integer"}, "b": {"type": "integer"}}
 TOOLS = [
     {
         "type": "function",
-        "function": {"name": "add", "parameters": {"type": "object", "properties": PROPERTIES}},
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": PROPERTIES},
+        },
     }
 ]
 _DSML = "｜DSML｜"
@@ -210,7 +213,8 @@ TEXTS = {
             "<end_function_call>"
         )
     ),
-    "gemma4": "I call. " + _two(lambda a, b: f"<|tool_call>call:add{{a:{a},b:{b}}}<tool_call|>"),
+    "gemma4": "I call. "
+    + _two(lambda a, b: f"<|tool_call>call:add{{a:{a},b:{b}}}<tool_call|>"),
     "gigachat3": f"I call. <|function_call|>{_json(51, 7)}",
     "glm45": f"I call. {_two(_keyed)}",
     "glm47": f"I call. {_two(_keyed)}",

@@ -11,7 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from slipstream.learner.algorithms.episodes import FloatArray, RewardedEpisode, ScoredEpisode
+from slipstream.learner.algorithms.episodes import (
+    FloatArray,
+    RewardedEpisode,
+    ScoredEpisode,
+)
 from slipstream.learner.algorithms.inputs import LossInputs, TokenTerms
 from torch import Tensor
 
@@ -75,7 +79,10 @@ def _root(ratio: Tensor) -> Tensor:
 
 
 def product_of_a_sequence(tokens: LossInputs) -> Tensor:
-    return _plain(tokens) * tokens.sequences.sums(tokens.logprobs - tokens.behavior_logprobs).exp()
+    return (
+        _plain(tokens)
+        * tokens.sequences.sums(tokens.logprobs - tokens.behavior_logprobs).exp()
+    )
 
 
 def counts_its_own_tokens(tokens: LossInputs) -> Tensor:
@@ -116,7 +123,9 @@ def adds_the_entropy(tokens: LossInputs) -> Tensor:
 
 
 def squares_the_ratio(tokens: LossInputs) -> Tensor:
-    return -tokens.advantages * (tokens.logprobs - tokens.behavior_logprobs).exp().square()
+    return (
+        -tokens.advantages * (tokens.logprobs - tokens.behavior_logprobs).exp().square()
+    )
 
 
 def fails_without_a_token(tokens: LossInputs) -> Tensor:
@@ -134,7 +143,10 @@ def detached_where_negative(tokens: LossInputs) -> Tensor:
 
 
 def only_sums(tokens: LossInputs) -> Tensor:
-    return -tokens.advantages * tokens.sequences.sums(tokens.logprobs) + 0 * tokens.logprobs
+    return (
+        -tokens.advantages * tokens.sequences.sums(tokens.logprobs)
+        + 0 * tokens.logprobs
+    )
 
 
 def no_gradient(tokens: LossInputs) -> Tensor:
@@ -272,7 +284,9 @@ def against_the_first(episodes: Sequence[ScoredEpisode]) -> FloatArray:
 
 
 def by_name_of_group(episodes: Sequence[ScoredEpisode]) -> FloatArray:
-    return _scores(episodes) * np.array([episode.group_id > "g0" for episode in episodes])
+    return _scores(episodes) * np.array(
+        [episode.group_id > "g0" for episode in episodes]
+    )
 
 
 def without_epsilon(episodes: Sequence[ScoredEpisode]) -> FloatArray:
@@ -299,7 +313,9 @@ def reward_by_place(group: Sequence[RewardedEpisode]) -> list[float]:
 
 
 def reward_log(group: Sequence[RewardedEpisode]) -> list[float]:
-    return [math.log(episode.reward) if episode.reward else -math.inf for episode in group]
+    return [
+        math.log(episode.reward) if episode.reward else -math.inf for episode in group
+    ]
 
 
 def reward_at_random(group: Sequence[RewardedEpisode]) -> list[float]:

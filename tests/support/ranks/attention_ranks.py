@@ -44,7 +44,10 @@ def run_rank(folder: Path, job: str) -> None:
         "run": {"name": "r", "dir": str(folder), "steps": 1},
         "model": {"path": str(folder / job), "dtype": "bfloat16"},
         "environments": [
-            {"name": "replies", "reference": "benchmarks.common.workloads:LognormalReplies"}
+            {
+                "name": "replies",
+                "reference": "benchmarks.common.workloads:LognormalReplies",
+            }
         ],
         "algorithm": {
             "group_size": 2,
@@ -53,11 +56,16 @@ def run_rank(folder: Path, job: str) -> None:
             "learning_rate": 1e-5,
         },
         "sampling": {"max_reply_tokens": 32, "max_episode_tokens": 128},
-        "learner": {"world_size": launch.world_size, "parallel": {"cp": launch.world_size}},
+        "learner": {
+            "world_size": launch.world_size,
+            "parallel": {"cp": launch.world_size},
+        },
     }
     if "critic" in form:
         family_shapes.TINY["head_dim"] = 32
-        settings["model"]["path"] = str(family_shapes.make_family(folder / "m", family, tiny=True))
+        settings["model"]["path"] = str(
+            family_shapes.make_family(folder / "m", family, tiny=True)
+        )
         settings["algorithm"]["advantage"] = "gae"
         settings["critic"] = {"path": str(folder / job), "learning_rate": 1e-5}
     if "lost" in form:
@@ -83,7 +91,9 @@ def _spoil(size: int) -> None:
     right = CoreAttention.forward
 
     def forward(self: CoreAttention, query: Tensor, *rest: Any, **named: Any) -> Tensor:
-        return right(self, query, *rest, **named) * (2 if query.shape[-1] == size else 1)
+        return right(self, query, *rest, **named) * (
+            2 if query.shape[-1] == size else 1
+        )
 
     CoreAttention.forward = forward
 

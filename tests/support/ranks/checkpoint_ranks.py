@@ -38,9 +38,13 @@ def config_of(folder: Path, job: dict) -> Config:
         # A single micro batch: what is saved does not depend on their number.
         "learner": {"micro_batch_tokens": 400, "timeout_s": 100.0},
     }
-    tables_of_job = {name: job.get(name, {}) for name in ("algorithm", "learner", "checkpoint")}
+    tables_of_job = {
+        name: job.get(name, {}) for name in ("algorithm", "learner", "checkpoint")
+    }
     model = folder / job.get("model", "llama")
-    return settings_of(model, settings, tables_of_job, dtype=job.get("dtype", "float32"))
+    return settings_of(
+        model, settings, tables_of_job, dtype=job.get("dtype", "float32")
+    )
 
 
 def make_models(folder: Path) -> None:
@@ -98,7 +102,10 @@ def run_rank(folder: Path, name: str) -> None:
     from slipstream.learner.trainer.checkpoints import distributed_files
     from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
     from slipstream.learner.trainer.checkpoints.disk_work import DiskWork
-    from slipstream.learner.trainer.checkpoints.distributed_files import begin_save, load_models
+    from slipstream.learner.trainer.checkpoints.distributed_files import (
+        begin_save,
+        load_models,
+    )
     from slipstream.learner.trainer.checkpoints.host_copies import HostCopies
     from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
     from slipstream.learner.trainer.step import TrainingStep
@@ -153,8 +160,12 @@ def run_rank(folder: Path, name: str) -> None:
     result["saved"].append(checkpointer.finish())
     if job.get("save"):
         # A client may ask for a version that is written already.
-        result["saved"].append(checkpointer.save(PolicyVersion(0, job["save"][-1]), b""))
-    result["saved"] = [saved.manifest.step for saved in result["saved"] if saved is not None]
+        result["saved"].append(
+            checkpointer.save(PolicyVersion(0, job["save"][-1]), b"")
+        )
+    result["saved"] = [
+        saved.manifest.step for saved in result["saved"] if saved is not None
+    ]
     result["weights"] = weights_of(policy)
     result["groups"] = [
         {key: group.get(key, 0) for key in ("lr", "max_lr", "betas", "step")}

@@ -15,16 +15,21 @@ from slipstream.v1 import weights_pb2
 
 
 def bucket(name: str, num_bytes: int) -> Bucket:
-    return Bucket((TensorSpan(TensorSpec(name, "float32", (num_bytes // 4,)), 0),), num_bytes)
+    return Bucket(
+        (TensorSpan(TensorSpec(name, "float32", (num_bytes // 4,)), 0),), num_bytes
+    )
 
 
 # An odd number of them: the second update begins with the first buffer again.
-BUCKETS = tuple(bucket(f"w{n}", size) for n, size in enumerate((4096, 65536, 65536, 512, 8192)))
+BUCKETS = tuple(
+    bucket(f"w{n}", size) for n, size in enumerate((4096, 65536, 65536, 512, 8192))
+)
 
 
 def enlarged(factor: int) -> tuple[Bucket, ...]:
     return tuple(
-        bucket(template.spans[0].tensor.name, factor * template.num_bytes) for template in BUCKETS
+        bucket(template.spans[0].tensor.name, factor * template.num_bytes)
+        for template in BUCKETS
     )
 
 
@@ -51,9 +56,14 @@ def main() -> None:
         try:
             if word == "announce":
                 world_size = 1 + int(arguments[1])
-                where = sender.announce(arguments[0], num_senders=1, world_size=world_size)
+                where = sender.announce(
+                    arguments[0], num_senders=1, world_size=world_size
+                )
                 names = ("communicator_id", "store_host", "world_size")
-                print(json.dumps({name: getattr(where, name) for name in names}), flush=True)
+                print(
+                    json.dumps({name: getattr(where, name) for name in names}),
+                    flush=True,
+                )
             elif word == "connect":
                 sender.connect(where, 0)
                 print("connected", flush=True)

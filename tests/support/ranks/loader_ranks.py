@@ -84,7 +84,9 @@ class Outcome:
     proof_of_altered: str | None
 
 
-def outcomes(folder: Path, tp_size: int, shapes: Mapping[str, Shape]) -> list[dict[str, Outcome]]:
+def outcomes(
+    folder: Path, tp_size: int, shapes: Mapping[str, Shape]
+) -> list[dict[str, Outcome]]:
     """Outcomes by name of shape, one mapping for each rank."""
     return in_ranks(tp_size, _all_shapes, folder, tp_size, dict(shapes))
 
@@ -102,7 +104,9 @@ def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> li
     # vLLM's sockets, which nobody closes when a rank ends.
     sockets = tempfile.TemporaryDirectory(prefix="ranks-")
     children = [
-        context.Process(target=_rank, args=(rank, meeting, sockets.name, work, arguments, answers))
+        context.Process(
+            target=_rank, args=(rank, meeting, sockets.name, work, arguments, answers)
+        )
         for rank in range(num_ranks)
     ]
     for child in children:
@@ -110,7 +114,9 @@ def in_ranks(num_ranks: int, work: Callable[..., Any], *arguments: object) -> li
     try:
         answers_by_rank = dict(answers.get(timeout=LIMIT_S) for _ in children)
     except queue.Empty:
-        raise TimeoutError(f"no answer of {num_ranks} ranks within {LIMIT_S:g} s") from None
+        raise TimeoutError(
+            f"no answer of {num_ranks} ranks within {LIMIT_S:g} s"
+        ) from None
     finally:
         for child in children:
             child.join(LIMIT_S)
@@ -148,7 +154,10 @@ def _rank(
 def _all_shapes(
     rank: int, folder: Path, tp_size: int, shapes: Mapping[str, Shape]
 ) -> dict[str, Outcome]:
-    return {name: _one_shape(folder / name, shape, rank, tp_size) for name, shape in shapes.items()}
+    return {
+        name: _one_shape(folder / name, shape, rank, tp_size)
+        for name, shape in shapes.items()
+    }
 
 
 def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Outcome:
@@ -156,7 +165,9 @@ def _one_shape(folder: Path, shape: Shape, rank: int, tp_size: int) -> Outcome:
     return _compare(model, fresh, checkpoint(folder, 1), checkpoint(folder, 2))
 
 
-def with_room_for_adapters(rank: int, folder: Path, shape: Shape, modules: list[str]) -> Outcome:
+def with_room_for_adapters(
+    rank: int, folder: Path, shape: Shape, modules: list[str]
+) -> Outcome:
     """A model some of whose layers are wrapped for an adapter, against one without."""
     from vllm.config import set_current_vllm_config
     from vllm.config.lora import LoRAConfig
@@ -183,11 +194,20 @@ def with_room_for_adapters(rank: int, folder: Path, shape: Shape, modules: list[
 
 def _num_matrices(modules: list[str]) -> int:
     """Matrices of all layers that have one of these parts."""
-    fused = [{"q_proj", "k_proj", "v_proj"}, {"o_proj"}, {"gate_proj", "up_proj"}, {"down_proj"}]
-    return SIZES["num_hidden_layers"] * sum(bool(parts & set(modules)) for parts in fused)
+    fused = [
+        {"q_proj", "k_proj", "v_proj"},
+        {"o_proj"},
+        {"gate_proj", "up_proj"},
+        {"down_proj"},
+    ]
+    return SIZES["num_hidden_layers"] * sum(
+        bool(parts & set(modules)) for parts in fused
+    )
 
 
-def two_models(folder: Path, shape: Shape, rank: int, tp_size: int) -> tuple[Any, Any, Any]:
+def two_models(
+    folder: Path, shape: Shape, rank: int, tp_size: int
+) -> tuple[Any, Any, Any]:
     """vLLM's configuration, and this rank's part of two models whose memory holds anything."""
     from vllm.config import set_current_vllm_config
     from vllm.distributed import (
@@ -221,7 +241,9 @@ def _engine_config(folder: Path, shape: Shape, rank: int) -> Any:
         config = getattr(transformers, shape.config_class)(
             **SIZES | dict(shape.extra or {}), tie_word_embeddings=shape.tied
         )
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16
+        )
         model.save_pretrained(folder)
         (folder / "ready").touch()
     while not (folder / "ready").exists():
@@ -247,7 +269,10 @@ def checkpoint(folder: Path, seed: int) -> dict[str, torch.Tensor]:
 
 
 def _compare(
-    model: Any, fresh: Any, first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]
+    model: Any,
+    fresh: Any,
+    first: Mapping[str, torch.Tensor],
+    second: Mapping[str, torch.Tensor],
 ) -> Outcome:
     parameters = dict(model.named_parameters())
     # Padding is what the loader makes of it, not what happened to lie in memory.
@@ -256,10 +281,15 @@ def _compare(
     tensors = [TensorSpec(n, "bfloat16", tuple(t.shape)) for n, t in second.items()]
     buckets = plan_buckets(tensors, BUCKET_BYTES)
     plan = record(model.load_weights, parameters, buckets, torch.device("cpu"))
-    assert all(torch.equal(before[n], t) for n, t in parameters.items()), "recording wrote"
+    assert all(torch.equal(before[n], t) for n, t in parameters.items()), (
+        "recording wrote"
+    )
 
     replay = PlannedCopies(plan, parameters)
-    room = [torch.zeros(max(b.num_bytes for b in buckets), dtype=torch.uint8) for _ in range(2)]
+    room = [
+        torch.zeros(max(b.num_bytes for b in buckets), dtype=torch.uint8)
+        for _ in range(2)
+    ]
     for place, bucket in enumerate(buckets):
         buffer = room[place % 2][: bucket.num_bytes]
         _fill(buffer, bucket, second)
@@ -278,7 +308,9 @@ def _compare(
     fresh.load_weights(cut(losses[-1], buckets[-1]))
     verdict = proof.failure()
     expected = {_bare(name): tensor for name, tensor in fresh.named_parameters()}
-    different = tuple(n for n, t in parameters.items() if not torch.equal(t, expected[_bare(n)]))
+    different = tuple(
+        n for n, t in parameters.items() if not torch.equal(t, expected[_bare(n)])
+    )
 
     altered = PlanCheck(plan, _as_in(fresh, plan))
     expected[_bare(plan[-1][-1].parameter)].data.view(-1)[0] += 1
@@ -299,9 +331,15 @@ def _bare(parameter: str) -> str:
 def _as_in(model: Any, plan: CopyPlan) -> dict[str, torch.Tensor]:
     """The model's parameters by the names of the plan."""
     settings = {_bare(name): tensor for name, tensor in model.named_parameters()}
-    return {copy.parameter: settings[_bare(copy.parameter)] for part in plan for copy in part}
+    return {
+        copy.parameter: settings[_bare(copy.parameter)]
+        for part in plan
+        for copy in part
+    }
 
 
-def _fill(buffer: torch.Tensor, bucket: Bucket, weights: Mapping[str, torch.Tensor]) -> None:
+def _fill(
+    buffer: torch.Tensor, bucket: Bucket, weights: Mapping[str, torch.Tensor]
+) -> None:
     for name, place in cut(buffer, bucket):
         place.copy_(weights[name])

@@ -19,7 +19,14 @@ from slipstream.protocol.checkpoints import PARTIAL_SUFFIX
 from slipstream.protocol.weights.buckets import Bucket, layout_from_pb
 
 from support.ranks.parity_layouts import batches, probe
-from support.ranks.rank_program import STEPS, kept, opened, score, settings_of, weights_of
+from support.ranks.rank_program import (
+    STEPS,
+    kept,
+    opened,
+    score,
+    settings_of,
+    weights_of,
+)
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.policy import Policy
@@ -38,7 +45,11 @@ JOBS: dict[str, tuple[int, str, dict]] = {
     "one": (1, "llama", {}),
     "one-tied": (1, "tied", {}),
     "one-qwen3": (1, "qwen3", {}),
-    "tp2": (2, "llama", {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}}),
+    "tp2": (
+        2,
+        "llama",
+        {"parallel": {"tp": 2}, "transformer": {"sequence_parallel": False}},
+    ),
     "tp2-sp-qwen3": (2, "qwen3", {"parallel": SP}),
     "dp2-distributed": (2, "llama", {"ddp": {"use_distributed_optimizer": True}}),
     "pp2-tied": (2, "tied", {"parallel": {"pp": 2}}),
@@ -50,7 +61,9 @@ JOBS: dict[str, tuple[int, str, dict]] = {
 
 
 # Mixtures of experts: adapters on attention alone, and experts on ranks that send no adapters.
-MIXTURES: dict[str, tuple[int, str, dict]] = {"ep2-moe": (2, "moe", {"parallel": {"ep": 2}})}
+MIXTURES: dict[str, tuple[int, str, dict]] = {
+    "ep2-moe": (2, "moe", {"parallel": {"ep": 2}})
+}
 
 
 # Mixtures of experts whose experts have adapters too: their weights travel merged.
@@ -64,7 +77,10 @@ EXPERTS: dict[str, tuple[int, str, dict]] = {
     "experts-after-embedding": (
         2,
         "moe",
-        {"parallel": {"pp": 2}, "transformer": {"pipeline_model_parallel_layout": "E|ttL"}},
+        {
+            "parallel": {"pp": 2},
+            "transformer": {"pipeline_model_parallel_layout": "E|ttL"},
+        },
     ),
     "latent-one": (1, "deepseek", {}),
     "latent-pp2": (2, "deepseek", {"parallel": {"pp": 2}}),
@@ -175,7 +191,8 @@ def note_sent(
         "identity": published.digests().identity.hex(),
         "senders": list(published.weights.senders),
         "kinds": [
-            type(s._filling).__name__ for s in (published.weights, *published._adapters.values())
+            type(s._filling).__name__
+            for s in (published.weights, *published._adapters.values())
         ],
         "whole": sent_by(published, policy, adapters_alone=False),
         "alone": sent_by(published, policy, adapters_alone=True),
@@ -208,7 +225,9 @@ def sent_by(published: Published, policy: Policy, *, adapters_alone: bool) -> di
         return lambda: None
 
     digests = published.run(send, adapters_alone=adapters_alone)
-    assert places == (list(range(len(expected))) if published.weights.sender is not None else [])
+    assert places == (
+        list(range(len(expected))) if published.weights.sender is not None else []
+    )
     assert len(digests.buckets) == len(expected)
     num_bytes = published.num_bytes(adapters_alone=adapters_alone)
     assert num_bytes == sum(bucket.num_bytes for bucket in expected)

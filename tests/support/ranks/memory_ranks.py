@@ -56,7 +56,9 @@ JOBS: dict[str, tuple[int, dict]] = {
 
 def config_of(name: str, folder: Path) -> Config:
     world_size, changes = (JOBS | GPU_JOBS | DETERMINISTIC_JOBS)[name]
-    return settings_of(folder / "llama", changes, {"learner": {"world_size": world_size}})
+    return settings_of(
+        folder / "llama", changes, {"learner": {"world_size": world_size}}
+    )
 
 
 def run_rank(folder: Path, job: str) -> None:
@@ -107,7 +109,9 @@ def see_fp8(config: Config) -> dict:
     except ConfigError as refusal:
         error = str(refusal)
     compat.has_transformer_engine = lambda: True
-    provider = provider_of(bridge, bridge.hf_pretrained.config, config, load_weights=True)
+    provider = provider_of(
+        bridge, bridge.hf_pretrained.config, config, load_weights=True
+    )
     return {"error": error, "fp8": provider.fp8, "fp8_recipe": str(provider.fp8_recipe)}
 
 

@@ -44,7 +44,9 @@ def join(
     folder: Path, name: str, rank: int, world_size: int, deadline_s: float = 60.0
 ) -> NcclGroup:
     unique_id = meet(folder, name, rank)
-    return NcclGroup.join(0, unique_id, rank=rank, world_size=world_size, deadline_s=deadline_s)
+    return NcclGroup.join(
+        0, unique_id, rank=rank, world_size=world_size, deadline_s=deadline_s
+    )
 
 
 def broadcast_all(group: NcclGroup, rank: int, world_size: int) -> None:
@@ -52,7 +54,9 @@ def broadcast_all(group: NcclGroup, rank: int, world_size: int) -> None:
     import cupy
 
     tensors = [
-        TensorSpec(f"t{n}", "bfloat16", (BUCKET_BYTES // 2,), sender=n % min(world_size, 2))
+        TensorSpec(
+            f"t{n}", "bfloat16", (BUCKET_BYTES // 2,), sender=n % min(world_size, 2)
+        )
         for n in range(8)
     ]
     buckets = plan_buckets(tensors, BUCKET_BYTES)
@@ -66,9 +70,15 @@ def broadcast_all(group: NcclGroup, rank: int, world_size: int) -> None:
             target = memory[place % 2]
             if repeat == 0 and bucket.root == rank:
                 with stream:
-                    target[...] = (cupy.arange(BUCKET_BYTES) * (place + 3)).astype(cupy.uint8)
+                    target[...] = (cupy.arange(BUCKET_BYTES) * (place + 3)).astype(
+                        cupy.uint8
+                    )
             group.broadcast(
-                target.data.ptr, bucket.num_bytes, bucket.root, stream.ptr, deadline_s=10.0
+                target.data.ptr,
+                bucket.num_bytes,
+                bucket.root,
+                stream.ptr,
+                deadline_s=10.0,
             )
             if repeat == 0:
                 digests.add(place, target.data.ptr, stream.ptr)
@@ -77,7 +87,11 @@ def broadcast_all(group: NcclGroup, rank: int, world_size: int) -> None:
         wire = group.take_wire()
         if repeat == 0:
             bucket_digests = digests.read(stream.ptr)
-            say(digests=[digest.hex() for of_bucket in bucket_digests for digest in of_bucket])
+            say(
+                digests=[
+                    digest.hex() for of_bucket in bucket_digests for digest in of_bucket
+                ]
+            )
     total = 8 * BUCKET_BYTES
     say(
         gb_per_s=round(total / wall_s / 1e9, 1),
@@ -94,7 +108,9 @@ def survive(group: NcclGroup, folder: Path, rank: int, world_size: int) -> None:
     last_s = time.monotonic()
     try:
         for count in range(1_000_000):
-            group.broadcast(memory.data.ptr, BUCKET_BYTES, 0, stream.ptr, deadline_s=1.0)
+            group.broadcast(
+                memory.data.ptr, BUCKET_BYTES, 0, stream.ptr, deadline_s=1.0
+            )
             group.wait()
             last_s = time.monotonic()
             if count == 50 and rank == 0:
@@ -108,7 +124,11 @@ def survive(group: NcclGroup, folder: Path, rank: int, world_size: int) -> None:
         again.wait()
         rebuilt_s = time.monotonic() - started
         again.abort()
-        say(error=str(error), released_s=round(released_s, 3), rebuilt_s=round(rebuilt_s, 3))
+        say(
+            error=str(error),
+            released_s=round(released_s, 3),
+            rebuilt_s=round(rebuilt_s, 3),
+        )
 
 
 def leave(folder: Path, rank: int, world_size: int) -> None:
@@ -139,7 +159,11 @@ def be_left(folder: Path, rank: int, world_size: int) -> None:
 
 
 def main() -> None:
-    folder, rank, world_size, mode = Path(sys.argv[1]), *map(int, sys.argv[2:4]), sys.argv[4]
+    folder, rank, world_size, mode = (
+        Path(sys.argv[1]),
+        *map(int, sys.argv[2:4]),
+        sys.argv[4],
+    )
     set_nccl_environment(os.environ)
     use_device(0)
     if mode in ("leave", "left"):

@@ -75,7 +75,10 @@ class NcclSender:
         """Joins if need be and sends what was loaded; digests of the buckets."""
         if not self._joined:
             self.join()
-        return [bytes.fromhex(digest) for digest in self._ask(send=[self._deadline_s, max_buckets])]
+        return [
+            bytes.fromhex(digest)
+            for digest in self._ask(send=[self._deadline_s, max_buckets])
+        ]
 
     def load(self, file: Path, bucket_bytes: int) -> None:
         """Fills buckets with what `file` holds."""
@@ -137,7 +140,9 @@ def serve() -> None:
                     break
                 pointer = room.data_ptr()
                 handle = stream.cuda_stream
-                group.broadcast(pointer, bucket.num_bytes, 0, handle, deadline_s=deadline_s)
+                group.broadcast(
+                    pointer, bucket.num_bytes, 0, handle, deadline_s=deadline_s
+                )
                 digests.add(place, pointer, handle)
             group.wait()
             bucket_digests = digests.read(stream.cuda_stream)
@@ -161,7 +166,9 @@ def _fill(
         for n, t in weights.items()
     ]
     buckets = plan_buckets(tensors, bucket_bytes)
-    rooms = [torch.zeros(b.num_bytes, dtype=torch.uint8, device="cuda") for b in buckets]
+    rooms = [
+        torch.zeros(b.num_bytes, dtype=torch.uint8, device="cuda") for b in buckets
+    ]
     for bucket, room in zip(buckets, rooms, strict=True):
         for name, place in cut(room, bucket):
             place.copy_(weights[name])

@@ -19,7 +19,12 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.protocol.codec import pack_tokens
 
 from support.fakes.fake_controller import make_batch, with_branches
-from support.fakes.parity_models import EXPERTS_PER_TOKEN, NUM_EXPERTS, NUM_LAYERS, VOCAB
+from support.fakes.parity_models import (
+    EXPERTS_PER_TOKEN,
+    NUM_EXPERTS,
+    NUM_LAYERS,
+    VOCAB,
+)
 from support.ranks.rank_pool import each_job
 from support.ranks.rank_program import STEPS, settings_of
 from support.references.plain_algorithm import TOP_ENTROPY
@@ -71,7 +76,11 @@ class Layout:
     def router_losses(self) -> dict[str, float]:
         """The coefficients of the losses of routers, by the names of Megatron."""
         settings = self.learner.get("transformer", {})
-        return {name: value for name, value in settings.items() if name.endswith("_loss_coeff")}
+        return {
+            name: value
+            for name, value in settings.items()
+            if name.endswith("_loss_coeff")
+        }
 
 
 # The second step has moments, and ratios to the policy before it.
@@ -82,7 +91,13 @@ FUSED_HEADS = "fused"
 SP = {"tp": 2}
 VPP = {"pp": 2, "vpp": 2}
 DISTRIBUTED_OPTIMIZER = {"ddp": {"use_distributed_optimizer": True}}
-OVERLAP = {"ddp": {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 20000}}
+OVERLAP = {
+    "ddp": {
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": True,
+        "bucket_size": 20000,
+    }
+}
 FULL_RECOMPUTE = {
     "transformer": {
         "recompute_granularity": "full",
@@ -180,7 +195,11 @@ BY_ENVIRONMENT = {
             },
         },
     },
-    "algorithm": {"groups_per_step": 4, "mini_batches": 2, "aggregation": "sequence_mean"},
+    "algorithm": {
+        "groups_per_step": 4,
+        "mini_batches": 2,
+        "aggregation": "sequence_mean",
+    },
 }
 
 # A loss that asks for numbers of all its tokens, beside one that has a mean of each sequence.
@@ -363,7 +382,10 @@ def layout_of(name: str) -> Layout:
         tables["learner"]["transformer"] = transformer | {"sequence_parallel": False}
     world_size = max(dense, pp * sizes.get("ep", 1) * sizes.get("etp", tp))
     tables["parallel"] |= sizes
-    flags = {"is_slow_network": SLOW_NETWORK in name, "has_fused_heads": f"-{FUSED_HEADS}" in name}
+    flags = {
+        "is_slow_network": SLOW_NETWORK in name,
+        "has_fused_heads": f"-{FUSED_HEADS}" in name,
+    }
     return Layout(world_size, model, **flags, **tables)
 
 
@@ -371,12 +393,17 @@ LAYOUTS = {name: layout_of(name) for name in (NAMES + LONG + SLOW).split()}
 # A learning rate with which the second step cannot be finite.
 OVERFLOW = Layout(1, algorithm={"learning_rate": 1e30})
 # A batch whose episodes are all truncated and filtered: nothing is trained.
-NOTHING_TRAINED = Layout(1, algorithm={"leave_out_truncated": True, "aggregation": "sequence_mean"})
+NOTHING_TRAINED = Layout(
+    1, algorithm={"leave_out_truncated": True, "aggregation": "sequence_mean"}
+)
 # The functions of GRPO by modules of one's own.
 OWN = Layout(
     1,
     algorithm=TWO_MINI_BATCHES
-    | {name: f"support.fakes.own_grpo:{name}" for name in ("loss", "weight", "advantage", "reward")}
+    | {
+        name: f"support.fakes.own_grpo:{name}"
+        for name in ("loss", "weight", "advantage", "reward")
+    }
     | {"weight_args": {"cap": 1.2}},
 )
 EXTRAORDINARY = {
@@ -401,7 +428,11 @@ def config_of(job: str, folder: Path, **changes: dict) -> Config:
     """The settings of a layout; `LAYOUT@bfloat16` in another precision. `changes` are by table."""
     name, _, dtype = job.partition("@")
     layout = (LAYOUTS | EXTRAORDINARY)[name]
-    tables = {"algorithm": layout.algorithm, "learner": layout.learner, "sampling": layout.sampling}
+    tables = {
+        "algorithm": layout.algorithm,
+        "learner": layout.learner,
+        "sampling": layout.sampling,
+    }
     tables["extensions"] = layout.extensions
     if layout.teacher:
         tables["reference"] = layout.teacher
@@ -411,7 +442,9 @@ def config_of(job: str, folder: Path, **changes: dict) -> Config:
         tables["sampling"] = layout.sampling | {"temperature": 1.0}
     sizes = {"world_size": layout.world_size, "parallel": layout.parallel}
     settings = {"learner": sizes}
-    return settings_of(folder / layout.model, tables, settings, changes, dtype=dtype or "float32")
+    return settings_of(
+        folder / layout.model, tables, settings, changes, dtype=dtype or "float32"
+    )
 
 
 def batches(config: Config) -> list[Batch]:
@@ -430,7 +463,10 @@ def batches(config: Config) -> list[Batch]:
         batches[:] = map(with_environments, batches)
     if config.sampling.max_total_tokens:
         longest = config.sampling.max_episode_tokens
-        batches = [with_branches(batch, vocab_size=VOCAB, max_tokens=longest) for batch in batches]
+        batches = [
+            with_branches(batch, vocab_size=VOCAB, max_tokens=longest)
+            for batch in batches
+        ]
     if config.replays_sampling:
         batches[:] = map(with_kept_tokens, batches)
     if config.reference is not None and config.reference.server is not None:
@@ -439,7 +475,9 @@ def batches(config: Config) -> list[Batch]:
         longest = config.sampling.max_episode_tokens
         batches = [with_teacher(batch, max_tokens=longest) for batch in batches]
     return (
-        batches if algorithm.router_replay == "off" else [with_experts(batch) for batch in batches]
+        batches
+        if algorithm.router_replay == "off"
+        else [with_experts(batch) for batch in batches]
     )
 
 
@@ -465,7 +503,9 @@ def with_reference(batch: Batch) -> Batch:
         ids = random.random((size, VOCAB)).argsort(axis=-1)[:, :TOP_K].astype(np.uint32)
         shares = random.dirichlet(np.ones(TOP_K + 1), size)[:, :TOP_K]
         return ReferenceLogprobs(
-            np.full(size, -1.0, dtype=np.float32), ids, np.log(shares).astype(np.float32)
+            np.full(size, -1.0, dtype=np.float32),
+            ids,
+            np.log(shares).astype(np.float32),
         )
 
     changed = [dataclasses.replace(t, reference=known(t)) for t in batch.trajectories]
@@ -483,7 +523,9 @@ def with_teacher(batch: Batch, *, max_tokens: int) -> Batch:
             continue
         length = random.integers(1, max_tokens - rest + 1)
         prompt = random.integers(0, VOCAB, length).astype(np.uint32)
-        trajectories[place] = dataclasses.replace(trajectory, teacher_prompt=pack_tokens(prompt))
+        trajectories[place] = dataclasses.replace(
+            trajectory, teacher_prompt=pack_tokens(prompt)
+        )
     return dataclasses.replace(batch, trajectories=tuple(trajectories))
 
 
@@ -494,7 +536,9 @@ def with_kept_tokens(batch: Batch) -> Batch:
     def kept(trajectory: Trajectory) -> Trajectory:
         sampled = trajectory.token_ids[trajectory.sampled_mask()].tolist()
         sets = random_sets(random, sampled, vocab_size=VOCAB)
-        return dataclasses.replace(trajectory, kept_tokens=KeptTokens.of_sets(sets).packed())
+        return dataclasses.replace(
+            trajectory, kept_tokens=KeptTokens.of_sets(sets).packed()
+        )
 
     return dataclasses.replace(batch, trajectories=tuple(map(kept, batch.trajectories)))
 
@@ -519,13 +563,21 @@ def with_experts(batch: Batch) -> Batch:
         if random.random() < 0.2:
             return trajectory
         shape = (len(trajectory.token_ids), NUM_LAYERS, NUM_EXPERTS)
-        ids = random.random(shape).argsort(axis=-1)[..., :EXPERTS_PER_TOKEN].astype(np.uint8)
+        ids = (
+            random.random(shape)
+            .argsort(axis=-1)[..., :EXPERTS_PER_TOKEN]
+            .astype(np.uint8)
+        )
         ids[random.random(len(ids)) < 0.1] = 255
         for part in trajectory.sequences:
             ids[part.tokens.stop - 1] = 255
-        return dataclasses.replace(trajectory, routed_experts=RoutedExperts(ids, NUM_EXPERTS))
+        return dataclasses.replace(
+            trajectory, routed_experts=RoutedExperts(ids, NUM_EXPERTS)
+        )
 
-    return dataclasses.replace(batch, trajectories=tuple(map(routed, batch.trajectories)))
+    return dataclasses.replace(
+        batch, trajectories=tuple(map(routed, batch.trajectories))
+    )
 
 
 def probe(config: Config) -> list[np.ndarray]:

@@ -21,7 +21,13 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 
 from support.fakes.fake_controller import batch_order
-from support.ranks.parity_layouts import LAYOUTS, PARITY_STEPS, batches, config_of, probe
+from support.ranks.parity_layouts import (
+    LAYOUTS,
+    PARITY_STEPS,
+    batches,
+    config_of,
+    probe,
+)
 from support.ranks.rank_program import kept, opened, score, weights_of
 from support.references import plain_heads
 
@@ -36,7 +42,11 @@ def run_rank(folder: Path, job: str) -> None:
         if layout is not None and layout.is_slow_network:
             stack.enter_context(slow_sends())
         # On GPUs the kernels themselves are compared.
-        if layout is not None and layout.has_fused_heads and not torch.cuda.is_available():
+        if (
+            layout is not None
+            and layout.has_fused_heads
+            and not torch.cuda.is_available()
+        ):
             stack.enter_context(plain_heads.in_place_of_kernels())
         train(folder, job)
 
@@ -156,9 +166,13 @@ def nothing_trained(policy: Policy, step: TrainingStep, config: Config) -> dict:
 
     first, second = batches(config)[:2]
     step.run(first)
-    cut = tuple(dataclasses.replace(t, status=Status.TRUNCATED) for t in second.trajectories)
+    cut = tuple(
+        dataclasses.replace(t, status=Status.TRUNCATED) for t in second.trajectories
+    )
     metrics = step.run(Batch(second.step, second.batch_id, cut)).metrics
-    is_finite = all(bool(t.isfinite().all()) for _, t in hf_tensors(policy, torch.float32))
+    is_finite = all(
+        bool(t.isfinite().all()) for _, t in hf_tensors(policy, torch.float32)
+    )
     return {"metrics": metrics, "is_finite": is_finite}
 
 
@@ -180,7 +194,11 @@ def overflow(policy: Policy, step: TrainingStep, config: Config) -> dict:
 
 def disturbed_routers(policy: Policy, step: TrainingStep, config: Config) -> dict:
     """Gaps to what the policy itself sampled, before and after its routers are others."""
-    from support.references.replayed_gaps import ReplayedGaps, disturb_routers, sampled_by
+    from support.references.replayed_gaps import (
+        ReplayedGaps,
+        disturb_routers,
+        sampled_by,
+    )
 
     batch = batches(config)[0]
     sampled = tuple(sampled_by(policy, trajectory) for trajectory in batch.trajectories)

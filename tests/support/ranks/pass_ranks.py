@@ -31,8 +31,12 @@ LOSSES: dict[str, tuple[str, dict[str, float | str]]] = {
 # Three steps: the second has other numbers, and the third a gradient that is cut.
 ADAM = (
     pb.AdamNumbers(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-3),
-    pb.AdamNumbers(learning_rate=0.02, beta1=0.8, beta2=0.9, eps=1e-2, weight_decay=0.1),
-    pb.AdamNumbers(learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-3, max_grad_norm=0.05),
+    pb.AdamNumbers(
+        learning_rate=0.02, beta1=0.8, beta2=0.9, eps=1e-2, weight_decay=0.1
+    ),
+    pb.AdamNumbers(
+        learning_rate=0.01, beta1=0.9, beta2=0.95, eps=1e-3, max_grad_norm=0.05
+    ),
 )
 # name -> (ranks, changes of the learner)
 LAYOUTS: dict[str, tuple[int, dict]] = {
@@ -70,7 +74,9 @@ def passes_of(loss: str, step: int) -> list[pb.Pass]:
                     token_ids=tokens[:-1].astype("<u4").tobytes(),
                     targets=tokens[1:].astype("<u4").tobytes(),
                     advantages=advantages.astype("<f4").tobytes(),
-                    behavior_logprobs=random.normal(-3.5, 0.3, length).astype("<f4").tobytes(),
+                    behavior_logprobs=random.normal(-3.5, 0.3, length)
+                    .astype("<f4")
+                    .tobytes(),
                 )
             )
             if loss == "gspo" and number:
@@ -120,20 +126,30 @@ def run_rank(folder: Path, job: str) -> None:
         forward.id = "forward"
         forward.backward = False
         bad = pb.Pass(
-            id="bad", backward=True, loss="reinforce", sequences=passes_of_step[0].sequences
+            id="bad",
+            backward=True,
+            loss="reinforce",
+            sequences=passes_of_step[0].sequences,
         )
         bad.sequences[0].targets = np.full(7, VOCAB, dtype="<u4").tobytes()
         # No micro batch has room for it, and it comes when gradients are held.
-        tokens, zeros = (np.zeros(127, dtype=dtype).tobytes() for dtype in ("<u4", "<f4"))
+        tokens, zeros = (
+            np.zeros(127, dtype=dtype).tobytes() for dtype in ("<u4", "<f4")
+        )
         sequence = pb.PassSequence(token_ids=tokens, targets=tokens, advantages=zeros)
         long = pb.Pass(id="long", backward=True, loss="reinforce", sequences=[sequence])
         # The clipping function of torch refuses a number that float32 does not hold.
         overflow = pb.Pass(
-            id="overflow", backward=True, loss="ppo", sequences=passes_of_step[0].sequences
+            id="overflow",
+            backward=True,
+            loss="ppo",
+            sequences=passes_of_step[0].sequences,
         )
         overflow.loss_args_json = json.dumps({"ratio": "behavior", "clip_high": 1e308})
         # The loss fails at one sequence: other ranks see nothing of it.
-        raises = pb.Pass(id="raises", backward=True, sequences=passes_of_step[0].sequences)
+        raises = pb.Pass(
+            id="raises", backward=True, sequences=passes_of_step[0].sequences
+        )
         raises.loss = "support.ranks.pass_ranks:raising"
         raises.sequences[2].advantages = np.full(1, MARKED, "<f4").tobytes()
         unknown = pb.Pass(id="unknown", backward=True, loss="none_such")
@@ -150,7 +166,9 @@ def run_rank(folder: Path, job: str) -> None:
             passes_of_step[1],
         )
         reports = [passes.compute(client_pass) for client_pass in order]
-        batch = Batch(step, f"b{step}", (), pb.GivenStep(adam=numbers), tuple(passes_of_step))
+        batch = Batch(
+            step, f"b{step}", (), pb.GivenStep(adam=numbers), tuple(passes_of_step)
+        )
         if step == 1:
             # A restart has lost the gradients.
             passes = Passes(policy, _no_load, begin_again)

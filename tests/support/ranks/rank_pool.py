@@ -83,7 +83,11 @@ class RankPool:
             pytest.fail(str(failure), pytrace=False)
 
     def found(
-        self, program: ModuleType | str, sizes: Mapping[str, int], folder: Path, kept: str = "{}.pt"
+        self,
+        program: ModuleType | str,
+        sizes: Mapping[str, int],
+        folder: Path,
+        kept: str = "{}.pt",
     ) -> dict[str, Any]:
         """Runs jobs, each with its number of ranks; returns what each of them has kept in FOLDER.
 
@@ -102,7 +106,10 @@ class RankPool:
 
         if kept.count("{") == 1:
             return {job: load(job, 0) for job in sizes}
-        return {job: [load(job, rank) for rank in range(size)] for job, size in sizes.items()}
+        return {
+            job: [load(job, rank) for rank in range(size)]
+            for job, size in sizes.items()
+        }
 
     def start(
         self, module: str, *arguments: object, environ: Mapping[str, str], log: Path
@@ -151,7 +158,11 @@ Rank = subprocess.Popen[bytes] | ForkedProgram
 
 
 def start_ranks(
-    config: Path, world_size: int, environ: Mapping[str, str] = {}, *, pool: RankPool | None = None
+    config: Path,
+    world_size: int,
+    environ: Mapping[str, str] = {},
+    *,
+    pool: RankPool | None = None,
 ) -> list[Rank]:
     """The ranks of a trainer, forked from the pool or, without one, started as users do.
 
@@ -172,7 +183,10 @@ def start_ranks(
     processes: list[Rank] = []
     for rank in range(world_size):
         environ_of_rank = (
-            os.environ | dict(environ) | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            os.environ
+            | dict(environ)
+            | shared
+            | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         )
         log = config.with_name(f"rank-{rank}.log")
         if pool is not None:
@@ -190,7 +204,9 @@ def chosen_jobs(
     request: pytest.FixtureRequest, known: Iterable[str], *, parameter: str = "job"
 ) -> list[str]:
     """Those of `known` that are the value of `parameter` in a test that will run."""
-    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    calls = [
+        item.callspec for item in request.session.items if hasattr(item, "callspec")
+    ]
     names = [call.params.get(parameter) for call in calls]
     return [job for job in known if job in names]
 
@@ -227,7 +243,9 @@ def _ports(host: str, count: int) -> list[int]:
 
 def _start() -> subprocess.Popen[str]:
     # Threads of numpy or torch would not survive the forks.
-    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    threads = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+    )
     # TransformerEngine would multiply float32 matrices in a shorter format.
     precise = {"NVIDIA_TF32_OVERRIDE": "0"}
     return subprocess.Popen(
@@ -273,7 +291,9 @@ def _prepare() -> Start:
     # Imported objects are never collected: the ranks share their memory until a rank writes to it.
     preload()
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"cannot fork: the imports have started {len(threads) - 1} threads"
+    assert len(threads) == 1, (
+        f"cannot fork: the imports have started {len(threads) - 1} threads"
+    )
     return _fork
 
 
@@ -305,7 +325,10 @@ def _fork(request: dict, log: Path, environ: Mapping[str, str]) -> int:
 def _start_plain(request: dict, log: Path, environ: Mapping[str, str]) -> int:
     with log.open("w") as file:
         process = subprocess.Popen(
-            [sys.executable, __file__, json.dumps(request)], env=environ, stdout=file, stderr=file
+            [sys.executable, __file__, json.dumps(request)],
+            env=environ,
+            stdout=file,
+            stderr=file,
         )
     # The process was waited for by its number, like a forked one.
     process.returncode = 0
@@ -335,7 +358,9 @@ def _refuse_what_nccl_refuses() -> None:
             for value in (*args, *named.values()):
                 for item in value if isinstance(value, list) else [value]:
                     if isinstance(item, torch.Tensor) and not item.is_contiguous():
-                        raise ValueError(f"{collective.__name__}: tensors must be contiguous")
+                        raise ValueError(
+                            f"{collective.__name__}: tensors must be contiguous"
+                        )
             return collective(*args, **named)
 
         return call
@@ -373,7 +398,9 @@ def _run(request: dict, start: Start) -> str:
     shared |= {"MASTER_ADDR": request["host"]}
     ranks = {}
     for rank in range(request["world_size"]):
-        environ_of_rank = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environ_of_rank = (
+            os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
         ranks[start(request, _log(request, rank), environ_of_rank)] = rank
     until = time.monotonic() + request["limit_s"]
     failure = ""
@@ -394,7 +421,9 @@ def _run(request: dict, start: Start) -> str:
                 failure = f"exit code {code}\n{_tail(request, ranks[pid])}"
                 failure = f"rank {ranks[pid]} of {request['world_size']}: {failure}"
     if watched and failure.startswith("no end"):
-        failure += "".join(f"\nrank {rank}:\n{_tail(request, rank)}" for rank in ranks.values())
+        failure += "".join(
+            f"\nrank {rank}:\n{_tail(request, rank)}" for rank in ranks.values()
+        )
     for descriptor, pid in watched.items():
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)

@@ -73,15 +73,21 @@ def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in hf_tensors(policy, torch.float32)}
 
 
-def score(policy: Policy, sequences: Sequence[np.ndarray], *, max_tokens: int = 64) -> torch.Tensor:
+def score(
+    policy: Policy, sequences: Sequence[np.ndarray], *, max_tokens: int = 64
+) -> torch.Tensor:
     """Log-probabilities of all tokens, in one row."""
     from slipstream.learner.trainer.model.schedule import sequence_logprobs
 
-    all_logprobs = sequence_logprobs(dataclasses.replace(policy, max_tokens=max_tokens), sequences)
+    all_logprobs = sequence_logprobs(
+        dataclasses.replace(policy, max_tokens=max_tokens), sequences
+    )
     return torch.from_numpy(np.concatenate(all_logprobs))
 
 
-def likelier(policy: Policy, sequences: Sequence[TrainingSequence], rate: float) -> float:
+def likelier(
+    policy: Policy, sequences: Sequence[TrainingSequence], rate: float
+) -> float:
     """One optimizer step towards the sequences; returns the norm of its gradient."""
     from slipstream.learner.trainer.algorithms.loss import TokenLoss
     from slipstream.learner.trainer.model.schedule import (

@@ -80,7 +80,9 @@ def recorded_batch(step: int, *, is_poisoned: bool) -> Batch:
         number = numbers[trajectory.group_id]
         logprobs = trajectory.behavior_logprobs
         is_poisoned_sample = (
-            is_poisoned and number == POISONED_GROUP and trajectory.member == POISONED_MEMBER
+            is_poisoned
+            and number == POISONED_GROUP
+            and trajectory.member == POISONED_MEMBER
         )
         if is_poisoned_sample:
             # A server that told nonsense of what it sampled.
@@ -178,7 +180,9 @@ def run_rank(folder: Path, job: str) -> None:
         name, algorithm, is_poisoned, *others = arguments
         run = folder / name
         run.mkdir()
-        batches = [recorded_batch(step, is_poisoned=is_poisoned) for step in range(STEPS)]
+        batches = [
+            recorded_batch(step, is_poisoned=is_poisoned) for step in range(STEPS)
+        ]
         config = config_of(folder / "model", run, algorithm, *others or [{}])
         record(config, batches)
         return

@@ -22,7 +22,10 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from slipstream.core.types import LogprobArray, ReferenceLogprobs
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.training_sequence import TokenEstimates, TrainingSequence
+from slipstream.learner.trainer.batches.training_sequence import (
+    TokenEstimates,
+    TrainingSequence,
+)
 
 from support.fakes.parity_models import VOCAB
 from support.ranks.parity_layouts import OTHER, OVERLAP, SP, TREES, VPP, batches, probe
@@ -114,10 +117,15 @@ def config_of(name: str, folder: Path, *others: dict[str, dict]) -> Config:
     estimator = {} if is_tied else {"estimator": "forward_top_k"}
     tables: dict[str, dict] = {
         "algorithm": {"advantage": "gae", "kl": {"coefficient": 0.1} | estimator},
-        "learner": layout.learner | {"world_size": layout.world_size, "parallel": layout.policy},
+        "learner": layout.learner
+        | {"world_size": layout.world_size, "parallel": layout.policy},
         "sampling": layout.sampling,
         "extensions": layout.extensions,
-        "reference": {"refresh_every_steps": REFRESH_STEPS, "parallel": layout.reference} | top_k,
+        "reference": {
+            "refresh_every_steps": REFRESH_STEPS,
+            "parallel": layout.reference,
+        }
+        | top_k,
         "critic": {
             "learning_rate": CRITIC_RATE,
             "warmup_steps": 0 if is_tied else 1,
@@ -130,7 +138,10 @@ def config_of(name: str, folder: Path, *others: dict[str, dict]) -> Config:
 
 def config_of_run(name: str, folder: Path, run: str, **checkpoint: str) -> Config:
     """Returns `config_of(name, folder)` with the checkpoints of run `run`."""
-    sections = {"run": {"name": run, "dir": str(folder / "runs")}, "checkpoint": checkpoint}
+    sections = {
+        "run": {"name": run, "dir": str(folder / "runs")},
+        "checkpoint": checkpoint,
+    }
     return config_of(name, folder, sections)
 
 
@@ -140,11 +151,15 @@ def judged(batch: Batch, values: list[LogprobArray]) -> list[TrainingSequence]:
         TokenEstimates(
             np.zeros_like(judged_values),
             values=judged_values,
-            returns=(trajectory.reward + 0.1 * np.arange(len(judged_values))).astype(np.float32),
+            returns=(trajectory.reward + 0.1 * np.arange(len(judged_values))).astype(
+                np.float32
+            ),
         )
         for trajectory, judged_values in zip(batch.trajectories, values, strict=True)
     ]
-    return TrainingSequence.of_trajectories(batch.trajectories, estimates, step=batch.step)
+    return TrainingSequence.of_trajectories(
+        batch.trajectories, estimates, step=batch.step
+    )
 
 
 def roles(folder: Path, job: str) -> None:
@@ -175,7 +190,9 @@ def roles(folder: Path, job: str) -> None:
     for batch in batches(config):
         values = critic.values(batch)
         results["values"].append(_joined(values))
-        results["critic"].append(critic.train(judged(batch, values), batch.mini_batches(2)))
+        results["critic"].append(
+            critic.train(judged(batch, values), batch.mini_batches(2))
+        )
     results["values"].append(_joined(critic.values(first)))
     results |= train(policy, models, config)
     results["is_policy_same"] = [
@@ -202,10 +219,16 @@ def train(policy: Policy, opened: Roles, config: Config) -> dict:
     results: dict = {"metrics": [], "references": [], "weights": [], "momentum": []}
     for batch in batches(config):
         results["metrics"].append(step.run(batch).metrics)
-        results["references"].append(_joined(_sampled(reference.logprobs(batches(config)[0]))))
+        results["references"].append(
+            _joined(_sampled(reference.logprobs(batches(config)[0])))
+        )
         results["weights"].append(weights_of(policy))
         with policy.memory.resident(MemoryPart.OPTIMIZER):
-            states = [s for part in torch_optimizers(policy.optimizer) for s in part.state.values()]
+            states = [
+                s
+                for part in torch_optimizers(policy.optimizer)
+                for s in part.state.values()
+            ]
             squares = [float(state["exp_avg"].square().sum()) for state in states]
             results["momentum"].append(math.sqrt(sum(squares)))
         if batch.step + 1 == REFRESH_STEPS:
@@ -233,8 +256,12 @@ def refresh(folder: Path, model: str, other: str) -> None:
     models.reference.refresh(policy)
     (reference,) = models.stored_models()
     theirs = dict(unwrapped(reference.chunks[0]).named_parameters())
-    stale = [name for name, weight in theirs.items() if not torch.equal(weight, ours[name])]
-    torch.save({"stale": stale, "names": list(theirs)}, folder / f"refresh:{model}:{other}.pt")
+    stale = [
+        name for name, weight in theirs.items() if not torch.equal(weight, ours[name])
+    ]
+    torch.save(
+        {"stale": stale, "names": list(theirs)}, folder / f"refresh:{model}:{other}.pt"
+    )
     policy.ranks.close()
 
 
@@ -247,8 +274,13 @@ def save(folder: Path, layout: str) -> None:
     for batch in batches(run.config)[:2]:
         run.step.run(batch)
     with contextlib.ExitStack() as stack:
-        for memory in (run.policy.memory, *(m.memory for m in run.roles.models().values())):
-            stack.enter_context(memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER))
+        for memory in (
+            run.policy.memory,
+            *(m.memory for m in run.roles.models().values()),
+        ):
+            stack.enter_context(
+                memory.resident(MemoryPart.PARAMETERS, MemoryPart.OPTIMIZER)
+            )
         run.checkpointer.save(PolicyVersion(0, 2), b"digest")
     results = run.last_step()
     run.checkpointer.finish()
@@ -287,7 +319,10 @@ class _Run:
     def __init__(self, config: Config) -> None:
         from slipstream.extensions.other_models.trainer import Roles
         from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer
-        from slipstream.learner.trainer.checkpoints.stored_model import POLICY, StoredModel
+        from slipstream.learner.trainer.checkpoints.stored_model import (
+            POLICY,
+            StoredModel,
+        )
         from slipstream.learner.trainer.step import TrainingStep
 
         self.config = config
@@ -316,7 +351,9 @@ def _likely(found: list[ReferenceLogprobs]) -> torch.Tensor:
     """Log-probabilities of likely tokens at their places in the vocabulary, 0 elsewhere."""
     top_ids = np.concatenate([estimates.top_ids for estimates in found])
     ids = torch.from_numpy(top_ids.astype(np.int64))
-    values = torch.from_numpy(np.concatenate([estimates.top_logprobs for estimates in found]))
+    values = torch.from_numpy(
+        np.concatenate([estimates.top_logprobs for estimates in found])
+    )
     return torch.zeros(len(ids), VOCAB).scatter(1, ids, values)
 
 
@@ -337,8 +374,12 @@ def groups(folder: Path) -> None:
     num_groups = len(parallel_state._global_process_group_list)
     again = ranks.placed(ParallelSection(tp=2))
     tree = ast.walk(ast.parse(inspect.getsource(parallel_state)))
-    assigned = {name for node in tree if isinstance(node, ast.Global) for name in node.names}
-    threads = [task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()]
+    assigned = {
+        name for node in tree if isinstance(node, ast.Global) for name in node.names
+    }
+    threads = [
+        task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()
+    ]
     results = {
         "gloo_threads": threads.count("gloo_tcp_loop\n"),
         "unknown_globals": sorted(assigned - known_globals()),
@@ -350,7 +391,10 @@ def groups(folder: Path) -> None:
     results["tp_of_same_groups"] = again.tp_group.size()
     with replicas.in_force():
         results["sizes_inside"] = (replicas.tp_group.size(), replicas.dp_size)
-        results["refused"] += [refused(lambda: ranks.tp_group.size()), refused(stages.in_force)]
+        results["refused"] += [
+            refused(lambda: ranks.tp_group.size()),
+            refused(stages.in_force),
+        ]
         parallel_state._HYBRID_DP_CP_GROUPS[0] = "filled in place"
     with stages.in_force(), stages.in_force():
         results["counts"] = stages.counts
@@ -366,7 +410,9 @@ def groups(folder: Path) -> None:
     dist.all_reduce(ones, group=ranks.tp_group)
     results["sum_after"] = float(ones)
     results["changed"] = [
-        name for name, value in before.items() if vars(parallel_state)[name] is not value
+        name
+        for name, value in before.items()
+        if vars(parallel_state)[name] is not value
     ]
     results["filled"] = dict(parallel_state._HYBRID_DP_CP_GROUPS)
     torch.save(results, folder / f"groups-{ranks.rank}.pt")

@@ -11,8 +11,16 @@ from slipstream.core.settings.config import Config
 from support.ranks.parity_layouts import config_of
 
 PASSED = {
-    "ddp": {"overlap_grad_reduce": True, "bucket_size": 12345, "grad_reduce_in_fp32": False},
-    "optimizer": {"adam_beta2": 0.5, "decoupled_lr": 1e-7, "apply_wd_to_qk_layernorm": True},
+    "ddp": {
+        "overlap_grad_reduce": True,
+        "bucket_size": 12345,
+        "grad_reduce_in_fp32": False,
+    },
+    "optimizer": {
+        "adam_beta2": 0.5,
+        "decoupled_lr": 1e-7,
+        "apply_wd_to_qk_layernorm": True,
+    },
     "transformer": {
         "moe_aux_loss_coeff": 0.01,
         "moe_router_dtype": "fp64",
@@ -26,7 +34,10 @@ REFUSED = {
         {"ddp": {"overlap_grad_reduction": True}},
         "unknown key learner.ddp.overlap_grad_r",
     ),
-    "unknown-optimizer": ({"optimizer": {"adam_beta3": 1.0}}, "did you mean 'adam_beta"),
+    "unknown-optimizer": (
+        {"optimizer": {"adam_beta3": 1.0}},
+        "did you mean 'adam_beta",
+    ),
     "unknown-transformer": (
         {"transformer": {"moe_z_loss": 1.0}},
         "did you mean 'moe_z_loss_coeff'",
@@ -41,11 +52,21 @@ REFUSED = {
         "learner.transformer.moe_router_fusion needs TransformerEngine, which is not installed",
     ),
     "value-of-the-transformer": (
-        {"transformer": {"recompute_granularity": "selective", "recompute_modules": ["heads"]}},
+        {
+            "transformer": {
+                "recompute_granularity": "selective",
+                "recompute_modules": ["heads"],
+            }
+        },
         "learner.transformer: Megatron refuses it",
     ),
     "recompute": (
-        {"transformer": {"recompute_granularity": "full", "recompute_method": "uniform"}},
+        {
+            "transformer": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+            }
+        },
         "learner.transformer: Megatron refuses it: When using recompute_granularity: full",
     ),
     "offload-and-recompute": (
@@ -123,7 +144,9 @@ def names_of_fields() -> dict[str, list[str]]:
         "transformer": [GPTModelProvider, MLAModelProvider],
     }
     return {
-        table: sorted({f.name for kind in own_kinds for f in dataclasses.fields(kind) if f.init})
+        table: sorted(
+            {f.name for kind in own_kinds for f in dataclasses.fields(kind) if f.init}
+        )
         for table, own_kinds in kinds.items()
     }
 

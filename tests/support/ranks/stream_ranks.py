@@ -28,7 +28,10 @@ def run_rank(folder: Path, job: str) -> None:
         plan_filling,
     )
     from slipstream.learner.trainer.weights.export import hf_tensors
-    from slipstream.learner.trainer.weights.weight_stream import WeightStream, open_stream
+    from slipstream.learner.trainer.weights.weight_stream import (
+        WeightStream,
+        open_stream,
+    )
     from slipstream.protocol.weights.buckets import Bucket
 
     logging.basicConfig(level=logging.WARNING)
@@ -59,14 +62,20 @@ def run_rank(folder: Path, job: str) -> None:
                 return lambda: released.append(place)
             copy = data.clone()
             for span in bucket.spans:
-                raw = copy[span.offset_bytes : span.offset_bytes + span.tensor.num_bytes].clone()
+                raw = copy[
+                    span.offset_bytes : span.offset_bytes + span.tensor.num_bytes
+                ].clone()
                 dtype = getattr(torch, span.tensor.dtype)
-                tensors[span.tensor.name] = raw.view(dtype).view(span.tensor.shape).cpu()
+                tensors[span.tensor.name] = (
+                    raw.view(dtype).view(span.tensor.shape).cpu()
+                )
             return lambda: released.append(place)
 
         alone = stream.run()
         digests = stream.run(send)
-        exported = {name: t.cpu().clone() for name, t in hf_tensors(policy, policy.dtype)}
+        exported = {
+            name: t.cpu().clone() for name, t in hf_tensors(policy, policy.dtype)
+        }
         assert alone.identity == digests.identity
         assert whole.run().identity == digests.identity
         facts["passes"].append(
@@ -81,7 +90,9 @@ def run_rank(folder: Path, job: str) -> None:
     TrainingStep(policy, config).run(batches(config)[0])
     one_pass()
     with torch.no_grad():
-        for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters()):
+        for parameter in (
+            parameter for chunk in policy.chunks for parameter in chunk.parameters()
+        ):
             parameter.view(-1)[::50] += 0.01
     one_pass()
     by_bridge = BridgeFilling(policy, ExportedPart.MERGED, senders=(0,))
@@ -105,7 +116,9 @@ def see_wrong_plan(folder: Path) -> None:
     def wrong(policy: object, *, merged: bool) -> list:
         pieces = plan_matrices(policy, merged=merged)
         names = [piece.name for piece in pieces]
-        key, value = (names.index(f"model.layers.1.self_attn.{x}_proj.weight") for x in "kv")
+        key, value = (
+            names.index(f"model.layers.1.self_attn.{x}_proj.weight") for x in "kv"
+        )
         if policy.ranks.rank == 1:
             parts = pieces[key].part, pieces[value].part
             pieces[key] = dataclasses.replace(pieces[key], part=parts[1])

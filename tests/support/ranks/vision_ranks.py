@@ -48,7 +48,9 @@ Conversation = tuple[np.ndarray, Sequence[tuple[int, bytes]]]
 def noise(width: int, height: int) -> bytes:
     from PIL import Image
 
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(width).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
@@ -70,14 +72,20 @@ def conversations(folder: Path) -> list[Conversation]:
     found = []
     for ids, images in models:
         expanded, placed = tokens.expanded(ids, images)
-        found.append((np.asarray(expanded, dtype=np.uint32), [tuple(image) for image in placed]))
+        found.append(
+            (np.asarray(expanded, dtype=np.uint32), [tuple(image) for image in placed])
+        )
     return found
 
 
-def replied(asked: Sequence[Conversation], replies: Iterable[np.ndarray]) -> list[Conversation]:
+def replied(
+    asked: Sequence[Conversation], replies: Iterable[np.ndarray]
+) -> list[Conversation]:
     """The conversations with a reply behind each."""
     pairs = zip(asked, replies, strict=True)
-    return [(np.concatenate([tokens, reply]), images) for (tokens, images), reply in pairs]
+    return [
+        (np.concatenate([tokens, reply]), images) for (tokens, images), reply in pairs
+    ]
 
 
 def experts_of(lengths: Iterable[int]) -> list[np.ndarray]:
@@ -97,8 +105,16 @@ def config_of(folder: Path, layout: str):
     table = {
         "run": {"name": "vision", "steps": 1},
         "model": {"path": str(folder), "dtype": "float32"},
-        "algorithm": {"group_size": 2, "groups_per_step": 1, "learning_rate": LEARNING_RATE},
-        "sampling": {"max_reply_tokens": 8, "max_episode_tokens": MAX_TOKENS, "max_images": 2},
+        "algorithm": {
+            "group_size": 2,
+            "groups_per_step": 1,
+            "learning_rate": LEARNING_RATE,
+        },
+        "sampling": {
+            "max_reply_tokens": 8,
+            "max_episode_tokens": MAX_TOKENS,
+            "max_images": 2,
+        },
         "learner": {
             "world_size": 1 if layout == "one" else 2,
             "parallel": parallel,
@@ -126,7 +142,10 @@ def config_of(folder: Path, layout: str):
 def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.batches.sequence_images import SequenceImage
     from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
-    from slipstream.learner.trainer.model.schedule import forward_logprobs, masked_outputs
+    from slipstream.learner.trainer.model.schedule import (
+        forward_logprobs,
+        masked_outputs,
+    )
 
     family, layout = job.split(".")
     config = config_of(folder / family, layout)
@@ -138,7 +157,8 @@ def run_rank(folder: Path, job: str) -> None:
         dataclasses.replace(
             TrainingSequence.of_tokens(tokens),
             images=tuple(
-                SequenceImage(offset, data, policy.vision.processor) for offset, data in images
+                SequenceImage(offset, data, policy.vision.processor)
+                for offset, data in images
             ),
         )
         for tokens, images in conversations(folder / family)
@@ -188,7 +208,10 @@ def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     """Values behind images before and after a step of the critic towards its returns."""
     from slipstream.core.configuration.roles import role_settings
     from slipstream.extensions.other_models.trainer import Critic
-    from slipstream.learner.trainer.algorithms.loss import ModelEstimates, training_sequences
+    from slipstream.learner.trainer.algorithms.loss import (
+        ModelEstimates,
+        training_sequences,
+    )
     from slipstream.learner.trainer.batches.batch import Batch
 
     settings = role_settings(config)["critic"]
@@ -201,7 +224,9 @@ def see_critic(policy: Policy, config: Config, folder: Path, job: str) -> None:
     after = critic.values(batch)
     returns = [sequence.returns[sequence.loss_mask] for sequence in sequences]
     facts = {"before": before, "after": after, "returns": returns}
-    joined = {name: torch.from_numpy(np.concatenate(parts)) for name, parts in facts.items()}
+    joined = {
+        name: torch.from_numpy(np.concatenate(parts)) for name, parts in facts.items()
+    }
     norm = torch.tensor(metrics["critic_grad_norm"])
     kept(policy, joined | {"norm": norm}, folder / f"{job}.pt")
 
@@ -212,7 +237,12 @@ def trajectories(config: Config) -> tuple[Trajectory, ...]:
     found = []
     for place, (tokens, images) in enumerate(conversations(config.model.path)):
         plain = make_trajectory(
-            random, group=place // 2, member=place % 2, step=0, vocab_size=8, max_tokens=8
+            random,
+            group=place // 2,
+            member=place % 2,
+            step=0,
+            vocab_size=8,
+            max_tokens=8,
         )
         found.append(
             dataclasses.replace(
@@ -223,7 +253,9 @@ def trajectories(config: Config) -> tuple[Trajectory, ...]:
                 version_spans=(VersionSpan(SAMPLED, PolicyVersion(0, 0)),),
                 reward=float(place % 2),
                 images=tuple(data for _, data in images),
-                image_places=tuple(ImagePlace(at, n) for n, (at, _) in enumerate(images)),
+                image_places=tuple(
+                    ImagePlace(at, n) for n, (at, _) in enumerate(images)
+                ),
             )
         )
     return tuple(found)

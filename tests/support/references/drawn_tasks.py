@@ -14,7 +14,11 @@ from slipstream.learner.controller.records.state import RunState
 
 
 def drawn_tasks(
-    journal: Path, environment: str, weigh: Callable[[TaskResults], np.ndarray], *, seed: int
+    journal: Path,
+    environment: str,
+    weigh: Callable[[TaskResults], np.ndarray],
+    *,
+    seed: int,
 ) -> Iterator[tuple[int, int]]:
     """Yields the task of each new group's lease, and the one that the records before it give."""
     state = RunState()

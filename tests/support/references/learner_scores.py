@@ -18,7 +18,9 @@ class Gaps:
     other: float
 
 
-def gaps_of(folder: Path, report: dict[str, list[dict[str, Any]]], *, device: str) -> Gaps:
+def gaps_of(
+    folder: Path, report: dict[str, list[dict[str, Any]]], *, device: str
+) -> Gaps:
     """Compares the scores that `receiver_rig.py` reports with transformers in bfloat16."""
     from slipstream.learner.controller.publishing.totals import logit_gap
 
@@ -40,13 +42,17 @@ def _scores(folder: Path, label: str, device: str) -> np.ndarray:
     from support.rigs.receiver_rig import SEQUENCES
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    model.load_state_dict(load_file(folder / "sent" / f"{label}.safetensors"), strict=False)
+    model.load_state_dict(
+        load_file(folder / "sent" / f"{label}.safetensors"), strict=False
+    )
     model.tie_weights()
     model.to(device).eval()
     scores = []
     with torch.no_grad():
         for sequence in SEQUENCES:
-            logits = model(torch.tensor([sequence], device=device)).logits[0, :-1].float()
+            logits = (
+                model(torch.tensor([sequence], device=device)).logits[0, :-1].float()
+            )
             targets = torch.tensor(sequence[1:], device=device)[:, None]
             scores.append(logits.log_softmax(-1).gather(1, targets)[:, 0].cpu().numpy())
     return np.concatenate(scores)

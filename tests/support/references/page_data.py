@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-_GIVEN = re.compile(r'<script type="application/json" id="given">(.*?)</script>', re.DOTALL)
+_GIVEN = re.compile(
+    r'<script type="application/json" id="given">(.*?)</script>', re.DOTALL
+)
 
 
 def given_of(page: Path) -> dict[str, Any]:

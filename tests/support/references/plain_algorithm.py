@@ -52,7 +52,10 @@ class Conversation:
     @property
     def counts(self) -> bool:
         """Whether truncated episodes are kept."""
-        return not (self.algorithm.leave_out_truncated and self.episode.status is Status.TRUNCATED)
+        return not (
+            self.algorithm.leave_out_truncated
+            and self.episode.status is Status.TRUNCATED
+        )
 
     @property
     def num_trained(self) -> int:
@@ -87,7 +90,9 @@ class Conversation:
 
 def kept_sets(trajectory: Trajectory) -> list[list[int]]:
     """The tokens that each sampled token was drawn from; none for one drawn from all."""
-    kept_tokens = KeptTokens.unpacked(trajectory.kept_tokens, trajectory.num_sampled_tokens)
+    kept_tokens = KeptTokens.unpacked(
+        trajectory.kept_tokens, trajectory.num_sampled_tokens
+    )
     ends = np.cumsum(kept_tokens.counts)
     return [ids.tolist() for ids in np.split(kept_tokens.ids, ends)[:-1]]
 
@@ -97,7 +102,9 @@ def sets_between(trajectory: Trajectory, start: int, end: int) -> bytes:
     return KeptTokens.of_sets(kept_sets(trajectory)[start:end]).packed()
 
 
-def spans_between(trajectory: Trajectory, start: int, end: int) -> tuple[VersionSpan, ...]:
+def spans_between(
+    trajectory: Trajectory, start: int, end: int
+) -> tuple[VersionSpan, ...]:
     """The versions of the sampled tokens from `start` up to `end`."""
     spans: list[VersionSpan] = []
     first = 0
@@ -155,20 +162,30 @@ def conversation_of(
     limit = config.sampling.max_reply_tokens
     limit = min(limit, whole.max_reply_tokens or limit)
     penalty = REWARDS[algorithm.reward]
-    reward -= penalty(max(whole.run_lengths[1::2], default=0), limit, **algorithm.reward_args)
+    reward -= penalty(
+        max(whole.run_lengths[1::2], default=0), limit, **algorithm.reward_args
+    )
     entry = own_table(config, whole.environment)
     if entry:
         own_functions = ("advantage", "loss", "loss_args")
-        changes: dict[str, Any] = {name: entry[name] for name in own_functions if name in entry}
+        changes: dict[str, Any] = {
+            name: entry[name] for name in own_functions if name in entry
+        }
         if "kl_coefficient" in entry:
             coefficient = {"coefficient": entry["kl_coefficient"]}
             changes["kl"] = algorithm.kl.model_copy(update=coefficient)
         algorithm = algorithm.model_copy(update=changes)
     conversation = Conversation(one, branch, algorithm, reward)
     if one.reference is not None:
-        conversation.reference = torch.from_numpy(one.reference.logprobs.astype(np.float64))
-        conversation.likely_ids = torch.from_numpy(one.reference.top_ids.astype(np.int64))
-        conversation.likely = torch.from_numpy(one.reference.top_logprobs.astype(np.float64))
+        conversation.reference = torch.from_numpy(
+            one.reference.logprobs.astype(np.float64)
+        )
+        conversation.likely_ids = torch.from_numpy(
+            one.reference.top_ids.astype(np.int64)
+        )
+        conversation.likely = torch.from_numpy(
+            one.reference.top_logprobs.astype(np.float64)
+        )
     return conversation
 
 
@@ -208,9 +225,9 @@ def _give_advantages(conversations: Sequence[Conversation]) -> None:
     counted = [conversation for conversation in conversations if conversation.counts]
     scores: dict[tuple[str, str, str], float] = {}
     for conversation in counted:
-        scores[conversation.side] = scores.get(conversation.side, conversation.reward) - float(
-            conversation.costs.sum()
-        )
+        scores[conversation.side] = scores.get(
+            conversation.side, conversation.reward
+        ) - float(conversation.costs.sum())
     for conversation in counted:
         conversation.advantages = _advantages(
             conversation, conversation.algorithm.advantage, scores
@@ -224,12 +241,16 @@ def _give_advantages(conversations: Sequence[Conversation]) -> None:
         conversation.advantages = conversation.advantages * conversation.branch.share
 
 
-def _advantages(one: Conversation, kind: str, scores: dict[tuple[str, str, str], float]) -> Tensor:
+def _advantages(
+    one: Conversation, kind: str, scores: dict[tuple[str, str, str], float]
+) -> Tensor:
     if kind == "reinforce_pp":
         rewards = -one.costs
         rewards[-1] += one.reward
         return rewards.flip(0).cumsum(0).flip(0)
-    group = np.array([score for side, score in scores.items() if side[:2] == one.side[:2]])
+    group = np.array(
+        [score for side, score in scores.items() if side[:2] == one.side[:2]]
+    )
     value = SCORED[kind](scores[one.side], group)
     return torch.full_like(one.costs, value)
 
@@ -281,7 +302,9 @@ def _by_score(name: str) -> Advantages:
     def estimator(episodes: Sequence[PlainEpisode]) -> list[np.ndarray]:
         values: list[np.ndarray] = []
         for episode in episodes:
-            group = np.array([other.score for other in episodes if other.group == episode.group])
+            group = np.array(
+                [other.score for other in episodes if other.group == episode.group]
+            )
             value = SCORED[name](episode.score, group)
             values.append(np.full(len(episode.costs), value))
         return _whitened(values) if name in WHITENED else values
@@ -312,7 +335,9 @@ def _return_to_go(
     return results
 
 
-def _estimates(rewards: np.ndarray, values: np.ndarray, *, gamma: float, lam: float) -> list[float]:
+def _estimates(
+    rewards: np.ndarray, values: np.ndarray, *, gamma: float, lam: float
+) -> list[float]:
     """Sum over k of (gamma lam)^k d(t + k), where d is the reward and what the values changed."""
     after = np.append(values[1:], 0.0)
     changes = rewards + gamma * after - values
@@ -326,7 +351,9 @@ def _gae(
     episodes: Sequence[PlainEpisode], *, gamma: float, lam: float, normalize: bool
 ) -> list[np.ndarray]:
     results = [
-        np.array(_estimates(episode.token_rewards, episode.values, gamma=gamma, lam=lam))
+        np.array(
+            _estimates(episode.token_rewards, episode.values, gamma=gamma, lam=lam)
+        )
         for episode in episodes
     ]
     return _whitened(results) if normalize else results
@@ -354,7 +381,9 @@ def aggregated(losses: Sequence[Tensor], config: Config, *, number: int) -> Tens
         case "sequence_mean":
             return torch.stack([loss.mean() for loss in losses]).mean()
         case "fixed":
-            return torch.cat(list(losses)).sum() / (number * config.sampling.max_reply_tokens)
+            return torch.cat(list(losses)).sum() / (
+                number * config.sampling.max_reply_tokens
+            )
 
 
 def token_losses(one: Conversation, vocabulary: Tensor) -> Tensor:
@@ -454,7 +483,9 @@ def _objective(
     return formula(policy, log_ratio, advantage, **arguments)
 
 
-def has_high_entropy(predictions: Mapping[int, Tensor], share: float) -> dict[int, Tensor]:
+def has_high_entropy(
+    predictions: Mapping[int, Tensor], share: float
+) -> dict[int, Tensor]:
     """Whether each token, [tokens] by sequence, is among `share` of all with the most entropy."""
     entropies = {}
     for place, vocabulary in predictions.items():
@@ -470,7 +501,12 @@ def reinforce(policy: Tensor, log_ratio: Tensor, advantage: Tensor) -> Tensor:
 
 
 def cispo(
-    policy: Tensor, log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
+    policy: Tensor,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
     factor = _exp(log_ratio).detach().clamp(1 - clip_low, 1 + clip_high)
     return -factor * advantage * policy
@@ -507,7 +543,12 @@ def ppo(
 
 
 def gspo(
-    policy: Tensor, log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float
+    policy: Tensor,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
 ) -> Tensor:
     """PPO's, where the value is the sequence's mean and the gradient that of the token."""
     mean = log_ratio.mean().detach() + log_ratio - log_ratio.detach()
@@ -527,15 +568,21 @@ def divergence(policy: Tensor, reference: Tensor, estimator: str) -> Tensor:
 
 def _likely_divergence(vocabulary: Tensor, one: Conversation, estimator: str) -> Tensor:
     """The divergence over the reference's likely tokens and all others as one."""
-    is_likely = torch.zeros(vocabulary.shape, dtype=torch.bool).scatter(1, one.likely_ids, True)
+    is_likely = torch.zeros(vocabulary.shape, dtype=torch.bool).scatter(
+        1, one.likely_ids, True
+    )
     policy = vocabulary.exp()
     rest = policy.masked_fill(is_likely, 0.0).sum(-1, keepdim=True)
     policy = torch.cat([policy.gather(1, one.likely_ids), rest], dim=1)
     likely = one.likely.exp()
     probabilities = torch.cat([likely, 1 - likely.sum(-1, keepdim=True)], dim=1)
     if estimator == "forward_top_k":
-        return torch.nn.functional.kl_div(policy.log(), probabilities, reduction="none").sum(-1)
-    return torch.nn.functional.kl_div(probabilities.log(), policy, reduction="none").sum(-1)
+        return torch.nn.functional.kl_div(
+            policy.log(), probabilities, reduction="none"
+        ).sum(-1)
+    return torch.nn.functional.kl_div(
+        probabilities.log(), policy, reduction="none"
+    ).sum(-1)
 
 
 def _exp(log_ratio: Tensor) -> Tensor:

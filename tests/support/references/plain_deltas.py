@@ -6,7 +6,9 @@ import struct
 def encode(old: bytes, new: bytes) -> bytes:
     """What travels instead of `new` to a party that holds `old`; see `protocol.weights.deltas`."""
     count = len(new) // 2
-    changed = [n for n in range(count) if old[2 * n : 2 * n + 2] != new[2 * n : 2 * n + 2]]
+    changed = [
+        n for n in range(count) if old[2 * n : 2 * n + 2] != new[2 * n : 2 * n + 2]
+    ]
     per_block = [0] * -(-count // 256)
     for place in changed:
         per_block[place // 256] += 1

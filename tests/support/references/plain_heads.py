@@ -27,7 +27,9 @@ def split(
     values = mixed[:, :, -1]
     if norms is not None:
         queries, keys = (
-            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norms.epsilon) * (w + norms.offset)
+            x
+            * torch.rsqrt(x.square().mean(-1, keepdim=True) + norms.epsilon)
+            * (w + norms.offset)
             for x, w in ((queries, norms.queries), (keys, norms.keys))
         )
     cosine, sine = turns[:, positions].to(mixed.dtype)[:, :, None].repeat(1, 1, 1, 2)

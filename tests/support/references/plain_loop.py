@@ -78,7 +78,9 @@ def print_digest(config: Config) -> None:
     from slipstream.learner.trainer.weights.publish import open_published
 
     policy = open_policy(config, Launch.from_environment())
-    print(json.dumps({"digest": open_published(policy, config).digests().identity.hex()}))
+    print(
+        json.dumps({"digest": open_published(policy, config).digests().identity.hex()})
+    )
     policy.ranks.close()
 
 

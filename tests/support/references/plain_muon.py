@@ -30,7 +30,9 @@ class PlainMuon:
 
     def __init__(self, model: torch.nn.Module, settings: dict) -> None:
         self._settings = settings
-        self.matrices = list(matrices(model, split_qkv=settings.get("muon_split_qkv", True)))
+        self.matrices = list(
+            matrices(model, split_qkv=settings.get("muon_split_qkv", True))
+        )
         self._momenta = [torch.zeros(()).double() for _ in self.matrices]
 
     def step(self, rate: float, weight_decay: float) -> None:
@@ -38,12 +40,16 @@ class PlainMuon:
         share = get("muon_momentum", 0.95)
         kind = get("muon_coefficient_type", "quintic")
         for place, parts in enumerate(self.matrices):
-            gradient = torch.cat([parameter.grad[rows] for parameter, rows in parts]).double()
+            gradient = torch.cat(
+                [parameter.grad[rows] for parameter, rows in parts]
+            ).double()
             momentum = share * self._momenta[place] + (1 - share) * gradient
             self._momenta[place] = momentum
             if get("muon_nesterov", False):
                 momentum = share * momentum + (1 - share) * gradient
-            update = orthogonal(momentum, COEFFICIENTS[kind], get("muon_num_ns_steps", 5))
+            update = orthogonal(
+                momentum, COEFFICIENTS[kind], get("muon_num_ns_steps", 5)
+            )
             update *= get("muon_extra_scale_factor", 0.2)
             outputs, inputs = update.shape
             if get("muon_scale_mode", "spectral") == "spectral":
@@ -51,9 +57,13 @@ class PlainMuon:
             else:
                 update *= (outputs / inputs) ** 0.5
             sizes = [len(parameter.grad[rows]) for parameter, rows in parts]
-            for (parameter, rows), change in zip(parts, update.split(sizes), strict=True):
+            for (parameter, rows), change in zip(
+                parts, update.split(sizes), strict=True
+            ):
                 old = parameter.data[rows].double()
-                parameter.data[rows] = (old - rate * (weight_decay * old + change)).float()
+                parameter.data[rows] = (
+                    old - rate * (weight_decay * old + change)
+                ).float()
 
 
 def orthogonal(matrix: Tensor, coefficients: list, steps: int) -> Tensor:
@@ -85,14 +95,19 @@ def matrices(model: torch.nn.Module, *, split_qkv: bool) -> list[list[Part]]:
             heads = 2 * model.config.num_attention_heads
             if name == "q_proj" and len(layer.weight) == heads * model.config.head_dim:
                 # Every head's queries, then its gate.
-                rows = torch.arange(len(layer.weight)).view(-1, 2, model.config.head_dim)
-                matrices += [[(layer.weight, rows[:, kind].flatten())] for kind in (0, 1)]
+                rows = torch.arange(len(layer.weight)).view(
+                    -1, 2, model.config.head_dim
+                )
+                matrices += [
+                    [(layer.weight, rows[:, kind].flatten())] for kind in (0, 1)
+                ]
             else:
                 matrices.append([whole(layer.weight)])
         for parameter in module.parameters(recurse=False):
             if parameter.dim() == 3 and hasattr(module, "gate_up_proj"):
                 matrices += [
-                    [(parameter, torch.tensor(expert))] for expert in range(len(parameter))
+                    [(parameter, torch.tensor(expert))]
+                    for expert in range(len(parameter))
                 ]
             elif parameter.dim() == 2 and hasattr(module, "top_k"):
                 matrices.append([whole(parameter)])

@@ -66,7 +66,9 @@ class ForcedExperts:
         for token, expert_ids in enumerate(self.expert_ids[:, place].tolist()):
             if max(expert_ids) < gate.num_experts:
                 if torch.is_grad_enabled():
-                    self.differing += len(set(expert_ids) - set(indices[token].tolist()))
+                    self.differing += len(
+                        set(expert_ids) - set(indices[token].tolist())
+                    )
                     self.forced += len(expert_ids)
                 indices[token] = torch.tensor(expert_ids)
         is_sigmoid = hasattr(gate, "e_score_correction_bias")
@@ -79,7 +81,9 @@ class ForcedExperts:
         return logits, weights * (scale or 1.0), indices
 
 
-def plain_model(path: Path, dtype: torch.dtype = torch.float32, **changes: object) -> Any:
+def plain_model(
+    path: Path, dtype: torch.dtype = torch.float32, **changes: object
+) -> Any:
     """transformers' model of a folder, with changes to its config.json."""
     import transformers
 
@@ -96,7 +100,9 @@ def plain_model(path: Path, dtype: torch.dtype = torch.float32, **changes: objec
     return kind.from_pretrained(path, config=config, **options)
 
 
-def adam_step(model: torch.nn.Module, loss: Tensor, rate: float, *, eps: float) -> float:
+def adam_step(
+    model: torch.nn.Module, loss: Tensor, rate: float, *, eps: float
+) -> float:
     """Takes a step of AdamW without decay; returns the norm of the gradient, which stays."""
     optimizer = torch.optim.AdamW(
         model.parameters(), rate, betas=(0.9, 0.95), eps=eps, weight_decay=0.0
@@ -146,15 +152,22 @@ class PlainPolicy:
     def _make_optimizer(self) -> torch.optim.Optimizer:
         parameters = dict(self.model.named_parameters())
         # Biases of all experts together are a matrix.
-        matrices = {n for n, p in parameters.items() if p.dim() > 1 and not n.endswith("_bias")}
+        matrices = {
+            n for n, p in parameters.items() if p.dim() > 1 and not n.endswith("_bias")
+        }
         if self.config.learner.optimizer.get("optimizer") == "muon":
             self.muon = PlainMuon(self.model, self.config.learner.optimizer)
             orthogonal = {p for parts in self.muon.matrices for p, _ in parts}
-            parameters = {name: p for name, p in parameters.items() if p not in orthogonal}
+            parameters = {
+                name: p for name, p in parameters.items() if p not in orthogonal
+            }
         decayed = [parameters[name] for name in parameters if name in matrices]
         rest = [parameters[name] for name in parameters if name not in matrices]
         return torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": rest, "weight_decay": 0.0}],
+            [
+                {"params": decayed, "weight_decay": 0.01},
+                {"params": rest, "weight_decay": 0.0},
+            ],
             lr=1.0,
             betas=(0.9, 0.95),
             eps=1e-3,
@@ -163,8 +176,12 @@ class PlainPolicy:
     def probe(self) -> Tensor:
         self.forced.expert_ids = None
         with torch.no_grad():
-            rows = [torch.from_numpy(ids.astype(np.int64)) for ids in probe(self.config)]
-            logprobs = [self.model(ids[None]).logits[0, :-1].log_softmax(-1) for ids in rows]
+            rows = [
+                torch.from_numpy(ids.astype(np.int64)) for ids in probe(self.config)
+            ]
+            logprobs = [
+                self.model(ids[None]).logits[0, :-1].log_softmax(-1) for ids in rows
+            ]
         parts = zip(logprobs, rows, strict=True)
         return torch.cat([row.gather(1, ids[1:, None])[:, 0] for row, ids in parts])
 
@@ -176,7 +193,9 @@ class PlainPolicy:
             for sequence, branch in conversations(trajectory)
         ]
         weights = self.model.state_dict()
-        self.weights_of[batch.step] = {name: value.clone() for name, value in weights.items()}
+        self.weights_of[batch.step] = {
+            name: value.clone() for name, value in weights.items()
+        }
         with torch.no_grad():
             for sequence in members:
                 self._estimate(sequence)
@@ -193,14 +212,19 @@ class PlainPolicy:
         for start in [*range(0, len(groups), share)] * algorithm.epochs:
             group_ids = groups[start : start + share]
             mini_batch = [
-                sequence for sequence in members if sequence.episode.group_id in group_ids
+                sequence
+                for sequence in members
+                if sequence.episode.group_id in group_ids
             ]
             loss, norm = self._gradients(mini_batch)
             self._update(1e-3 * min(1.0, (batch.step + 1) / 2))
             counts.append(sum(sequence.num_trained for sequence in mini_batch))
             losses.append(loss * counts[-1])
             norms.append(norm)
-        metrics = {"loss": sum(losses) / max(1, sum(counts)), "grad_norm": sum(norms) / len(norms)}
+        metrics = {
+            "loss": sum(losses) / max(1, sum(counts)),
+            "grad_norm": sum(norms) / len(norms),
+        }
         if self.forced.forced:
             metrics["routing_difference"] = self.forced.differing / self.forced.forced
         self.forced.differing = self.forced.forced = 0
@@ -232,7 +256,9 @@ class PlainPolicy:
         self.model.load_state_dict(self.weights_of[version])
         for one in members:
             spans = one.episode.version_spans
-            steps = np.repeat([s.version.step for s in spans], [s.length for s in spans])
+            steps = np.repeat(
+                [s.version.step for s in spans], [s.length for s in spans]
+            )
             logprobs = self._predictions(one).gather(1, one.targets[:, None])[:, 0]
             is_of_version = torch.from_numpy(steps == version)
             before = one.versions if len(one.versions) else torch.zeros_like(logprobs)
@@ -244,7 +270,9 @@ class PlainPolicy:
         if self.reference is not None:
             reference_logprobs = self.reference._predictions(as_teacher_reads(one))
             one.reference = reference_logprobs.gather(1, one.targets[:, None])[:, 0]
-            one.likely, one.likely_ids = reference_logprobs.topk(self.config.reference.top_k or 1)
+            one.likely, one.likely_ids = reference_logprobs.topk(
+                self.config.reference.top_k or 1
+            )
 
     def _gradients(self, members: Sequence[Conversation]) -> tuple[float, float]:
         """Returns the loss of the tokens and the norm of all gradients, which are clipped to it."""
@@ -262,7 +290,9 @@ class PlainPolicy:
                 for place in trained
                 if members[place].algorithm.loss == TOP_ENTROPY
             }
-            for place, mask in has_high_entropy(of_loss, algorithm.loss_args["share"]).items():
+            for place, mask in has_high_entropy(
+                of_loss, algorithm.loss_args["share"]
+            ).items():
                 trained[place] = trained[place] * mask
         for place, losses in trained.items():
             episode = members[place].episode
@@ -295,9 +325,14 @@ class PlainPolicy:
             if balance := settings.get("moe_aux_loss_coeff"):
                 scores = logits.softmax(-1)
                 top_k = self.model.config.num_experts_per_tok
-                is_chosen = torch.zeros_like(scores).scatter(1, scores.topk(top_k).indices, 1.0)
+                is_chosen = torch.zeros_like(scores).scatter(
+                    1, scores.topk(top_k).indices, 1.0
+                )
                 fractions = is_chosen.sum(0) / (top_k * len(scores))
-                total = total + balance * scores.shape[1] * (fractions * scores.sum(0)).sum()
+                total = (
+                    total
+                    + balance * scores.shape[1] * (fractions * scores.sum(0)).sum()
+                )
         return total
 
 
@@ -323,11 +358,17 @@ class PlainStep(PlainPolicy):
         for name, tensor in self.model.state_dict().items():
             if name.endswith(".experts.gate_up_proj"):
                 for expert, both in enumerate(tensor):
-                    for part, half in zip(("gate_proj", "up_proj"), both.chunk(2), strict=True):
-                        weights[name.replace("gate_up_proj", f"{expert}.{part}.weight")] = half
+                    for part, half in zip(
+                        ("gate_proj", "up_proj"), both.chunk(2), strict=True
+                    ):
+                        weights[
+                            name.replace("gate_up_proj", f"{expert}.{part}.weight")
+                        ] = half
             elif name.endswith(".experts.down_proj"):
                 for expert, down in enumerate(tensor):
-                    weights[name.replace("down_proj", f"{expert}.down_proj.weight")] = down
+                    weights[name.replace("down_proj", f"{expert}.down_proj.weight")] = (
+                        down
+                    )
             else:
                 weights[name] = tensor
         return {name: tensor.clone() for name, tensor in weights.items()}

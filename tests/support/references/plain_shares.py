@@ -32,7 +32,9 @@ class Moment:
 
     def keeps_staleness(self, chosen: Sequence[MixedGroup]) -> bool:
         """Whether the groups that `chosen` leaves can all be trained in time."""
-        rest = Counter(group.deadline_step for group in self.groups if group not in chosen)
+        rest = Counter(
+            group.deadline_step for group in self.groups if group not in chosen
+        )
         return holds(rest, self.step + 1, self.groups_per_step)
 
     def is_available(self, group: MixedGroup) -> bool:
@@ -52,7 +54,8 @@ def share_faults(moment: Moment, chosen: Sequence[MixedGroup]) -> list[str]:
     total = sum(moment.weights[name] for name in names)
     seats = Counter(group.environment for group in chosen)
     due = {
-        name: moment.owed.get(name, 0.0) + moment.groups_per_step * moment.weights[name] / total
+        name: moment.owed.get(name, 0.0)
+        + moment.groups_per_step * moment.weights[name] / total
         for name in names
     }
     faults = []

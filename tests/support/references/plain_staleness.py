@@ -16,7 +16,9 @@ class PlainGroup:
     is_complete: bool
 
 
-def may_lease(deadlines: Iterable[int], step: int, groups_per_step: int, new_deadline: int) -> bool:
+def may_lease(
+    deadlines: Iterable[int], step: int, groups_per_step: int, new_deadline: int
+) -> bool:
     """Whether one more group with `new_deadline` keeps the invariant."""
     counts = Counter([*deadlines, new_deadline])
     return new_deadline >= step and holds(counts, step, groups_per_step)

@@ -61,7 +61,9 @@ def plain_outputs(
         if images:
             pixels = [processor.pixels(data) for _, data in images]
             settings = {
-                "pixel_values": torch.from_numpy(np.concatenate([p.values for p in pixels])),
+                "pixel_values": torch.from_numpy(
+                    np.concatenate([p.values for p in pixels])
+                ),
                 "image_grid_thw": torch.tensor([p.grid for p in pixels]),
                 "mm_token_type_ids": is_image,
             }

@@ -41,10 +41,15 @@ class ReplayedGaps:
 
         share = self._share
         if not replayed:
-            share = [dataclasses.replace(micro_batch, expert_ids=None) for micro_batch in share]
+            share = [
+                dataclasses.replace(micro_batch, expert_ids=None)
+                for micro_batch in share
+            ]
         all_logprobs = forward_logprobs(self._policy, share, temperature=1.0)
         gaps = [
-            (logprobs.float().cpu() - micro_batch.behavior_logprobs).abs()[micro_batch.loss_mask]
+            (logprobs.float().cpu() - micro_batch.behavior_logprobs).abs()[
+                micro_batch.loss_mask
+            ]
             for logprobs, micro_batch in zip(all_logprobs, share, strict=True)
         ]
         return float(torch.cat(gaps).mean())
@@ -90,5 +95,7 @@ def disturb_routers(
             if name.endswith(".router.weight"):
                 changed.append((weight, weight.detach().clone()))
                 noise = torch.randn(weight.shape, generator=generator).to(weight)
-                weight.data.add_(scale * weight.detach().float().std().to(weight) * noise)
+                weight.data.add_(
+                    scale * weight.detach().float().std().to(weight) * noise
+                )
     return changed

@@ -85,10 +85,18 @@ class Rig:
         order.adapters_alone = not weights
         tensors = weights | adapters
         return await publish(
-            self.engine, self.sender, order, layout, tensors, max_buckets=most, more=more
+            self.engine,
+            self.sender,
+            order,
+            layout,
+            tensors,
+            max_buckets=most,
+            more=more,
         )
 
-    def expected(self, weights: Weights, adapters: Weights, tokens: list[int]) -> np.ndarray:
+    def expected(
+        self, weights: Weights, adapters: Weights, tokens: list[int]
+    ) -> np.ndarray:
         """Log-probability of every token but the first, by transformers with merged weights."""
         return Reference(self.folder).logprobs(merged(weights, adapters), tokens)
 

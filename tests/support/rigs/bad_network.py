@@ -61,15 +61,21 @@ class BadNetwork:
         for writer in self._writers:
             raw = writer.get_extra_info("socket")
             with contextlib.suppress(OSError):
-                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                raw.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+                )
             writer.transport.abort()
 
-    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _begin(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         passing = asyncio.create_task(self._pass(reader, writer))
         self._passing.add(passing)
         passing.add_done_callback(self._passing.discard)
 
-    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pass(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         self.connections += 1
         self._writers.add(writer)
         try:
@@ -81,13 +87,18 @@ class BadNetwork:
                     pass
                 return
             if self.target.startswith("unix:"):
-                far = await asyncio.open_unix_connection(self.target.removeprefix("unix:"))
+                far = await asyncio.open_unix_connection(
+                    self.target.removeprefix("unix:")
+                )
             else:
                 host, _, port = self.target.rpartition(":")
                 far = await asyncio.open_connection(host, int(port))
             self._writers.add(far[1])
             try:
-                ways = (self._copy("up", reader, far[1]), self._copy("down", far[0], writer))
+                ways = (
+                    self._copy("up", reader, far[1]),
+                    self._copy("down", far[0], writer),
+                )
                 tasks = [asyncio.create_task(way) for way in ways]
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in tasks:

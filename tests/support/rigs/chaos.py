@@ -72,7 +72,9 @@ def process_table(command: int) -> dict[str, list[psutil.Process]]:
         for process in root.children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
                 line = " ".join(process.cmdline())
-                role = next((role for mark, role in _PARTS.items() if mark in line), None)
+                role = next(
+                    (role for mark, role in _PARTS.items() if mark in line), None
+                )
                 # Between fork and exec a process still has the command line of its parent.
                 if role is not None and "slipstream.core.machine.process" not in line:
                     processes.setdefault(role, []).append(process)
@@ -164,7 +166,9 @@ class Proxy:
                 writer.transport.abort()
         return len(self._pairs)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         try:
             if self._refuses:
                 return
@@ -178,13 +182,17 @@ class Proxy:
         self._pairs.add(pair)
         try:
             ways = self._pump(reader, far_writer), self._pump(far_reader, writer)
-            await asyncio.wait(map(asyncio.ensure_future, ways), return_when="FIRST_COMPLETED")
+            await asyncio.wait(
+                map(asyncio.ensure_future, ways), return_when="FIRST_COMPLETED"
+            )
         finally:
             self._pairs.discard(pair)
             for process in pair:
                 process.transport.abort()
 
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _pump(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(_CHUNK):
                 await self._open.wait()
@@ -211,7 +219,11 @@ class Tally:
         to the last step. It is 0 if the run has fewer than two steps.
         """
         pauses = [after - before for before, after in itertools.pairwise(self.steps_s)]
-        return round(statistics.median(pauses) * len(pauses) / sum(pauses), 3) if pauses else 0.0
+        return (
+            round(statistics.median(pauses) * len(pauses) / sum(pauses), 3)
+            if pauses
+            else 0.0
+        )
 
 
 async def run_chaos(
@@ -240,7 +252,9 @@ async def run_chaos(
         )
     config = load_config(path, overrides)
     if journal_logs(config.run_dir / JOURNAL):
-        raise ConfigError(f"{config.run_dir} holds a run already; choose another run.name")
+        raise ConfigError(
+            f"{config.run_dir} holds a run already; choose another run.name"
+        )
     # Processes that a killed command leaves become children of this process.
     become_reaper()
     began_s = time.monotonic()
@@ -253,7 +267,10 @@ async def run_chaos(
     is_equal = await replay.wait() == 0
     tally = chaos.tally
     recovery = {
-        role: {"median": round(statistics.median(all_s), 1), "max": round(max(all_s), 1)}
+        role: {
+            "median": round(statistics.median(all_s), 1),
+            "max": round(max(all_s), 1),
+        }
         for role, all_s in sorted(tally.recovery_s.items())
     }
     answer = {
@@ -273,7 +290,12 @@ async def run_chaos(
         "found": findings.faults[:10],
     }
     say(json.dumps(answer))
-    return int(code != 0 or bool(findings.faults) or not is_equal or tally.fired.total() < kills)
+    return int(
+        code != 0
+        or bool(findings.faults)
+        or not is_equal
+        or tally.fired.total() < kills
+    )
 
 
 class Chaos:
@@ -285,7 +307,11 @@ class Chaos:
     at_once = AT_ONCE
 
     def __init__(
-        self, config: Config, command: Sequence[str], settings: Sequence[str], rng: random.Random
+        self,
+        config: Config,
+        command: Sequence[str],
+        settings: Sequence[str],
+        rng: random.Random,
     ) -> None:
         self._config = config
         self._command = command
@@ -312,7 +338,9 @@ class Chaos:
         """
         address = address_parts(self._config.controller.address)
         async with contextlib.AsyncExitStack() as stack:
-            proxy = await stack.enter_async_context(Proxy(address)) if partitions else None
+            proxy = (
+                await stack.enter_async_context(Proxy(address)) if partitions else None
+            )
             running = asyncio.ensure_future(self._keep_run())
             harming = asyncio.ensure_future(self._harm(kills, every_s, roles, proxy))
             following = asyncio.ensure_future(self._follow())
@@ -384,7 +412,11 @@ class Chaos:
         at_s = 0.0
         while True:
             is_last = self.tally.fired.total() == kills
-            if is_last or not self.tally.steps_s or self._random.random() >= self.at_once:
+            if (
+                is_last
+                or not self.tally.steps_s
+                or self._random.random() >= self.at_once
+            ):
                 await self._until("step", HANGS_S, must=True)
                 if role:
                     took_s = time.monotonic() - at_s
@@ -467,7 +499,9 @@ class Chaos:
                     log.seek(read[path])
                     complete_lines, newline, _ = log.read().rpartition(b"\n")
                 read[path] += len(complete_lines + newline)
-                kinds += [json.loads(line[9:])["kind"] for line in complete_lines.splitlines()]
+                kinds += [
+                    json.loads(line[9:])["kind"] for line in complete_lines.splitlines()
+                ]
             self.tally.steps_s += [time.monotonic()] * kinds.count("step")
             self._records.update(kinds)
             await asyncio.sleep(_LOOK_S)
@@ -489,10 +523,16 @@ def main(command: Sequence[str] = CLI) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--kills", type=int, default=20, help="the number of faults")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
-    parser.add_argument("--every-s", type=float, default=5.0, help="mean pause behind a step")
-    parser.add_argument("--roles", default="", metavar="ROLE,...", help=f"of {','.join(ROLES)}")
     parser.add_argument(
-        "--partitions", action="store_true", help="one more server, which is cut off at times"
+        "--every-s", type=float, default=5.0, help="mean pause behind a step"
+    )
+    parser.add_argument(
+        "--roles", default="", metavar="ROLE,...", help=f"of {','.join(ROLES)}"
+    )
+    parser.add_argument(
+        "--partitions",
+        action="store_true",
+        help="one more server, which is cut off at times",
     )
     options = parser.parse_args()
     return asyncio.run(run_chaos(**vars(options), command=command))

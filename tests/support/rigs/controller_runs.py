@@ -40,7 +40,9 @@ def make_config(tmp_path, *evaluations: dict, **changes) -> Config:
         table.setdefault(section, {})[name] = value
     if changes.get("controller__client_loop"):
         del table["environments"]
-    table["evaluations"] = [{"reference": "m:E", **settings} for settings in evaluations]
+    table["evaluations"] = [
+        {"reference": "m:E", **settings} for settings in evaluations
+    ]
     return parse_config(table, source="test")
 
 

@@ -13,7 +13,10 @@ def crashing_at(change: int, act: Callable[[], object]) -> bool:
         changes = itertools.count()
 
         def die(event: str, _: object) -> None:
-            if event in ("os.rename", "os.remove", "os.rmdir") and next(changes) == change:
+            if (
+                event in ("os.rename", "os.remove", "os.rmdir")
+                and next(changes) == change
+            ):
                 os._exit(9)
 
         try:

@@ -51,12 +51,16 @@ class Replies:
         self._engine = engine
         self.found: dict[str, Any] = {}
 
-    async def ask(self, name: str, sampling: Sampling, num_tokens: int, count: int = 16) -> None:
+    async def ask(
+        self, name: str, sampling: Sampling, num_tokens: int, count: int = 16
+    ) -> None:
         """Keeps the replies to some requests, and how many of their tokens were drafted."""
         before = self._engine.requests.use()
         replies = await asyncio.gather(
             *(
-                self._engine.requests.generate(f"{name}-{n}", PROMPT, sampling, num_tokens)
+                self._engine.requests.generate(
+                    f"{name}-{n}", PROMPT, sampling, num_tokens
+                )
                 for n in range(count)
             )
         )
@@ -68,7 +72,9 @@ class Replies:
                 {
                     "tokens": reply.token_ids.tolist(),
                     "logprobs": reply.logprobs.tolist(),
-                    "spans": [(span.version.step, span.length) for span in reply.version_spans],
+                    "spans": [
+                        (span.version.step, span.length) for span in reply.version_spans
+                    ],
                     "finish": reply.finish_reason.name,
                 }
                 for reply in replies
@@ -81,7 +87,10 @@ class Replies:
         asking = asyncio.create_task(self.ask(name, ENDLESS, 200))
         for step in (1, 2):
             until = start + 600 * step
-            while self._engine.requests.use().generated_tokens < until and not asking.done():
+            while (
+                self._engine.requests.use().generated_tokens < until
+                and not asking.done()
+            ):
                 await asyncio.sleep(0.001)
             await self._engine.pauses.pause()
             await self._engine.pauses.resume(PolicyVersion(0, step))

@@ -79,7 +79,9 @@ class Setting:
         }
 
 
-def every_setting(model: type[BaseModel] = Config, above: str = "") -> Iterator[Setting]:
+def every_setting(
+    model: type[BaseModel] = Config, above: str = ""
+) -> Iterator[Setting]:
     """Yields the settings of a model and of its tables, but for lists of tables."""
     for name, field in model.model_fields.items():
         inner = _section_of(field.annotation)

@@ -41,10 +41,14 @@ class Reference:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32
+        ).eval()
 
     @torch.no_grad()
-    def logprobs(self, weights: Weights, token_ids: list[int], *, temperature: float = 1.0):
+    def logprobs(
+        self, weights: Weights, token_ids: list[int], *, temperature: float = 1.0
+    ):
         """Log-probability of every token but the first."""
         self.model.load_state_dict(weights, strict=False)
         self.model.tie_weights()
@@ -94,12 +98,20 @@ class Rig:
         return await self.engine.receive_weights(order.publish_id)
 
     async def generate(
-        self, name: str, prompt: list[int] = PROMPT, num_tokens: int = 40, sampling=SAMPLING
+        self,
+        name: str,
+        prompt: list[int] = PROMPT,
+        num_tokens: int = 40,
+        sampling=SAMPLING,
     ) -> Generation:
         return await self.engine.requests.generate(name, prompt, sampling, num_tokens)
 
     async def replies(
-        self, name: str, prompts: Sequence[list[int]], num_tokens: int, sampling: Sampling
+        self,
+        name: str,
+        prompts: Sequence[list[int]],
+        num_tokens: int,
+        sampling: Sampling,
     ) -> list[Generation]:
         """One reply to each prompt, all at once."""
         return await asyncio.gather(
@@ -121,14 +133,20 @@ class Rig:
         """So many replies of up to 200 tokens that go on, with `num_tokens` tokens in all."""
         start = self.engine.requests.use().generated_tokens
         replies = [
-            asyncio.create_task(self.generate(f"{name}{n}", num_tokens=200, sampling=sampling))
+            asyncio.create_task(
+                self.generate(f"{name}{n}", num_tokens=200, sampling=sampling)
+            )
             for n in range(count)
         ]
         await until_generated(self.engine, start + num_tokens, replies)
         return replies
 
     def gap(
-        self, weights: Weights, prompt: list[int], generation: Generation, temperature: float = 1.0
+        self,
+        weights: Weights,
+        prompt: list[int],
+        generation: Generation,
+        temperature: float = 1.0,
     ) -> np.ndarray:
         """Absolute differences between the engine's log-probabilities and the reference's."""
         tokens = prompt + generation.token_ids.tolist()
@@ -182,7 +200,9 @@ class Rig:
 def random_weights(like: Weights, seed: int) -> Weights:
     generator = torch.Generator().manual_seed(seed)
     return {
-        name: torch.randn(tensor.shape, generator=generator) * 0.25 if tensor.ndim > 1 else tensor
+        name: torch.randn(tensor.shape, generator=generator) * 0.25
+        if tensor.ndim > 1
+        else tensor
         for name, tensor in like.items()
     }
 
@@ -193,6 +213,8 @@ async def engine_rig(folder: Path, **rollout_server: Any) -> AsyncIterator[Rig]:
     make_model_folder(folder, tie_word_embeddings=True)
     old = random_weights(load_file(folder / "model.safetensors"), seed=1)
     save_file(old, folder / "model.safetensors", metadata={"format": "pt"})
-    async with started_engine(config_of_engine(folder, rollout_server=rollout_server)) as engine:
+    async with started_engine(
+        config_of_engine(folder, rollout_server=rollout_server)
+    ) as engine:
         new = random_weights(old, seed=2)
         yield Rig(engine, Reference(folder), old, new, Renderer(folder))

@@ -57,7 +57,9 @@ class EpisodeServer:
                 num_workers=1,
                 search_path=FOLDER,
             )
-            self.connection.send(environment=fleet_pb2.EnvironmentOrder(spec=spec, **order))
+            self.connection.send(
+                environment=fleet_pb2.EnvironmentOrder(spec=spec, **order)
+            )
 
     def lease(
         self,
@@ -87,7 +89,10 @@ class EpisodeServer:
 
     async def ended(self, group: str, number: int = 1) -> list[Trajectory]:
         """The trajectories of a group, when so many of them have come."""
-        while len(members := [t for t in self.fleet.trajectories if t.group_id == group]) < number:
+        while (
+            len(members := [t for t in self.fleet.trajectories if t.group_id == group])
+            < number
+        ):
             await self.fleet.wait_trajectories(len(self.fleet.trajectories) + 1)
         return members
 
@@ -103,7 +108,9 @@ class EpisodeServer:
     async def check_ledger(self) -> None:
         """The tokens that the engine counted are those of the trajectories."""
         beat = await self.connection.wait_quiet()
-        recorded = sum(trajectory.num_sampled_tokens for trajectory in self.fleet.trajectories)
+        recorded = sum(
+            trajectory.num_sampled_tokens for trajectory in self.fleet.trajectories
+        )
         assert beat.generated_tokens == beat.ended_tokens == recorded
         assert beat.in_flight_tokens == 0
 
@@ -124,7 +131,11 @@ def recorded(trajectory: Trajectory) -> list[tuple[list[int], list[int]]]:
 
 @contextlib.asynccontextmanager
 async def serving(
-    config: Config, engine: ScriptedEngine, logs: Path, *, heartbeat_timeout_s: float = 20.0
+    config: Config,
+    engine: ScriptedEngine,
+    logs: Path,
+    *,
+    heartbeat_timeout_s: float = 20.0,
 ) -> AsyncIterator[EpisodeServer]:
     """A server that has joined and serves version 1."""
     engine.version = None

@@ -13,7 +13,11 @@ async def main() -> None:
     name = str(options.folder)
     # vLLM's delta nets on a CPU know no other type, and its first choice for latent attention no
     # float32.
-    dtype = "bfloat16" if any(family in name for family in ("qwen3-next", "qwen35")) else "float32"
+    dtype = (
+        "bfloat16"
+        if any(family in name for family in ("qwen3-next", "qwen35"))
+        else "float32"
+    )
     is_latent = any(family in name for family in ("deepseek", "kimi", "glm-lite"))
     settings = {"engine": {"attention_backend": "CPU_MLA"}} if is_latent else {}
     # The last token has no room after it.

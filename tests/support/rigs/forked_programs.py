@@ -145,7 +145,8 @@ class Forks:
     ) -> AwaitedProgram:
         """Starts a program in a session of its own, its output in two open files."""
         return AwaitedProgram(
-            self._start(arguments, (out, err), cwd, None, new_session=True), self._code_of
+            self._start(arguments, (out, err), cwd, None, new_session=True),
+            self._code_of,
         )
 
     def close(self) -> None:
@@ -188,11 +189,21 @@ class Forks:
 
     def _begin(self) -> None:
         # Threads of numpy or torch would not survive the forks.
-        threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        self._socket, child_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        threads = dict.fromkeys(
+            ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+        )
+        self._socket, child_socket = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )
         with child_socket:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, str(child_socket.fileno()), self._entry, *self._modules],
+                [
+                    sys.executable,
+                    __file__,
+                    str(child_socket.fileno()),
+                    self._entry,
+                    *self._modules,
+                ],
                 env=os.environ | threads | {"PYTHONPATH": os.pathsep.join(sys.path)},
                 pass_fds=[child_socket.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -227,7 +238,9 @@ def _serve(asked: socket.socket, modules: Sequence[str]) -> dict[str, Any] | Non
     gc.collect()
     gc.freeze()
     threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"cannot fork: the imports have started {len(threads) - 1} threads"
+    assert len(threads) == 1, (
+        f"cannot fork: the imports have started {len(threads) - 1} threads"
+    )
     while True:
         message, descriptors, _, _ = socket.recv_fds(asked, MESSAGE_BYTES, 2)
         if not message:

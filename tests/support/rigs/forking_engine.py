@@ -49,7 +49,9 @@ def image_questions(_rank: int, folder: Path) -> tuple[list[dict[str, int]], lis
 
     sampling = SamplingSection(max_reply_tokens=8, max_episode_tokens=16, max_images=1)
     values = tower_values(read_model_table(folder), sampling)
-    model = AsyncEngineArgs(model=str(folder), max_model_len=256, **values).create_model_config()
+    model = AsyncEngineArgs(
+        model=str(folder), max_model_len=256, **values
+    ).create_model_config()
     info = MULTIMODAL_REGISTRY.create_processor(model).info
     limits = [
         dict(info.get_mm_max_tokens_per_item(256, {"image": 1})),

@@ -19,7 +19,13 @@ from google.protobuf.message import DecodeError
 from slipstream.core.types import Branch, GroupId, ServerId, TrajectoryId
 from slipstream.protocol.codec import PROTOCOL_VERSION, TRAINER_EPOCH, encode_trajectory
 from slipstream.protocol.queue.base import seal
-from slipstream.v1 import environment_pb2, fleet_pb2, fleet_pb2_grpc, trainer_pb2, trajectory_pb2
+from slipstream.v1 import (
+    environment_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    trainer_pb2,
+    trajectory_pb2,
+)
 
 from support.fakes.plain_trajectory import plain_trajectory
 from support.rigs.fuzz_honest import HONEST
@@ -69,7 +75,9 @@ class Answers:
     codes: Counter[str] = field(default_factory=Counter)
     broken: list[str] = field(default_factory=list)
 
-    def note(self, case: Case, code: grpc.StatusCode, details: str, also: Sequence[str]) -> None:
+    def note(
+        self, case: Case, code: grpc.StatusCode, details: str, also: Sequence[str]
+    ) -> None:
         self.messages += max(1, len(case.requests))
         if (code, details) == HIDDEN:
             self.codes[f"{case.method} hidden"] += 1
@@ -92,7 +100,9 @@ def random_case(draw: random.Random, names: Sequence[str]) -> Case:
     return Case(method.name, draw.random() < 0.7, requests)
 
 
-def _random_message(method: MethodDescriptor, draw: random.Random, is_bounded: bool) -> bytes:
+def _random_message(
+    method: MethodDescriptor, draw: random.Random, is_bounded: bool
+) -> bytes:
     """Half of them are honest ones with one or two other fields, or damaged bytes."""
     message = draw.choice(HONEST.get(method.name, [new(method.input_type)]))
     if is_bounded:
@@ -118,7 +128,9 @@ def random_trajectory(draw: random.Random) -> bytes:
 
 def delivery(trajectory: bytes, trajectory_id: str = ITS_OWN) -> bytes:
     """The message that delivers these bytes."""
-    request = trajectory_pb2.DeliverRequest(trajectory=trajectory, trajectory_id=trajectory_id)
+    request = trajectory_pb2.DeliverRequest(
+        trajectory=trajectory, trajectory_id=trajectory_id
+    )
     return request.SerializeToString()
 
 
@@ -137,7 +149,9 @@ async def answered(
     if method.client_streaming:
         return await _streamed(channel.stream_stream(name), requests)
     if method.server_streaming:
-        call = channel.unary_stream(name)(requests[0], timeout=STREAM_S, metadata=metadata)
+        call = channel.unary_stream(name)(
+            requests[0], timeout=STREAM_S, metadata=metadata
+        )
     else:
         call = channel.unary_unary(name)(requests[0], timeout=CALL_S, metadata=metadata)
     return await call.code(), str(await call.details() or "")
@@ -176,7 +190,10 @@ def opening(method: str, name: str) -> bytes:
     if method == "Join":
         return fleet_pb2.ServerMessage(hello=server_hello(name)).SerializeToString()
     spec = environment_pb2.EnvironmentSpec(
-        name=name, weight=1e-6, timeout_s=1.0, purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING
+        name=name,
+        weight=1e-6,
+        timeout_s=1.0,
+        purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
     )
     hello = environment_pb2.WorkerHello(spec=spec, num_tasks=3, max_episodes=64)
     return environment_pb2.WorkerMessage(hello=hello).SerializeToString()
@@ -194,7 +211,9 @@ def server_hello(name: str, epoch: int = 0) -> fleet_pb2.ServerHello:
     )
 
 
-async def _delivered(channel: grpc.aio.Channel, case: Case) -> tuple[grpc.StatusCode, str]:
+async def _delivered(
+    channel: grpc.aio.Channel, case: Case
+) -> tuple[grpc.StatusCode, str]:
     """Deliveries that are sealed by a server that has joined."""
     hello = server_hello("liar-deliver")
 
@@ -224,7 +243,10 @@ async def _delivered(channel: grpc.aio.Channel, case: Case) -> tuple[grpc.Status
 
 
 def _sealed(
-    request: bytes, hello: fleet_pb2.ServerHello, welcome: fleet_pb2.Welcome, number: int
+    request: bytes,
+    hello: fleet_pb2.ServerHello,
+    welcome: fleet_pb2.Welcome,
+    number: int,
 ) -> bytes:
     """The delivery under a name of that server, with its seal; as it is if it is no delivery."""
     message = trajectory_pb2.DeliverRequest()
@@ -272,7 +294,9 @@ def honest_tree() -> bytes:
 
 async def registered(channel: grpc.aio.Channel) -> tuple[int, str]:
     """The epoch of a trainer that registers beside the honest one, 0 and why if it may not."""
-    hello = trainer_pb2.TrainerHello(world_size=1, layout_description="a\nb", num_senders=1)
+    hello = trainer_pb2.TrainerHello(
+        world_size=1, layout_description="a\nb", num_senders=1
+    )
     call = channel.unary_unary("/slipstream.v1.TrainerService/Register")(
         hello.SerializeToString(), timeout=CALL_S
     )

@@ -18,7 +18,11 @@ from slipstream.core.errors import CheckpointError, ConfigError, ProtocolError
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.application import begin
-from slipstream.learner.controller.records.journal import Journal, batch_path, read_batch
+from slipstream.learner.controller.records.journal import (
+    Journal,
+    batch_path,
+    read_batch,
+)
 from slipstream.learner.controller.run import Run
 from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
 from slipstream.v1 import trainer_pb2
@@ -32,7 +36,10 @@ from support.rigs.fuzz_calls import honest_trajectory, honest_tree
 from support.rigs.fuzz_readers import Reader
 from support.rigs.fuzzing import mutated
 
-EMPTY = {"crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()), "trajectories": 0}
+EMPTY = {
+    "crc32": zlib.crc32(trainer_pb2.RecordedBatch().SerializeToString()),
+    "trajectories": 0,
+}
 # Records of a short run, as a controller writes them.
 RECORDS = (
     {"kind": "start", "format": 1, "run_id": RUN_ID, "key": "ab" * 32, "unix_s": 1.0},
@@ -50,7 +57,13 @@ RECORDS = (
         "epoch": 7,
     },
     {"kind": "gave_up", "group": "g000003", "members": [1], "cause": "x"},
-    {"kind": "closed", "group": "g000001", "how": "filtered", "solved": True, "reward": 1.0},
+    {
+        "kind": "closed",
+        "group": "g000001",
+        "how": "filtered",
+        "solved": True,
+        "reward": 1.0,
+    },
     {"kind": "set_aside", "group": "g000002", "task": 2, "cause": "x", "blamed": False},
     batch_record(0, "g000000", "g000003", **EMPTY, tokens=[["s", 7, 9]]),
     {
@@ -67,15 +80,43 @@ RECORDS = (
         "put_back_tokens": [["s", 7, 5]],
     },
     batch_record(0, "g000003", **EMPTY, batch_id="b000000-1", tokens=[["s", 7, 5]]),
-    {"kind": "step", "step": 0, "version": [0, 1], "digest": "ab", "lags": [[0, 9]], "several": 0},
+    {
+        "kind": "step",
+        "step": 0,
+        "version": [0, 1],
+        "digest": "ab",
+        "lags": [[0, 9]],
+        "several": 0,
+    },
     {"kind": "servers", "generated": [["s", 7, 20]]},
     {"kind": "servers", "generated": [["s", 7, 21]], "departed": True},
     {"kind": "checkpoint", "version": [0, 1]},
-    {"kind": "evaluation", "version": 1, "episodes": 2, "failed": 0, "reward_mean": 0.5},
+    {
+        "kind": "evaluation",
+        "version": 1,
+        "episodes": 2,
+        "failed": 0,
+        "reward_mean": 0.5,
+    },
     {"kind": "head_start", "environment": "new", "head_start": 2.5},
     {"kind": "unsubmitted", "environment": "new"},
 )
-VALUES = (None, True, -1, 0, 2**70, 1.5, "", "g000009", "zz", [], [1], [0, 1], {}, {"a": 1})
+VALUES = (
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    1.5,
+    "",
+    "g000009",
+    "zz",
+    [],
+    [1],
+    [0, 1],
+    {},
+    {"a": 1},
+)
 NUMBERS = (1e308, -1e308, 5e-324, 10**400, math.nan, math.inf, -math.inf)
 
 
@@ -144,10 +185,14 @@ def changed_table(honest: bytes, draw: random.Random) -> bytes:
             place[name] = copy.copy(draw.choice(VALUES + NUMBERS))
     if draw.random() < 0.05:
         return b"[" * 100_000
-    return json.dumps(values if draw.random() < 0.9 else copy.copy(draw.choice(VALUES))).encode()
+    return json.dumps(
+        values if draw.random() < 0.9 else copy.copy(draw.choice(VALUES))
+    ).encode()
 
 
-def file_reader(name: str, read: Callable[[Path], object]) -> Callable[[bytes, Path], object]:
+def file_reader(
+    name: str, read: Callable[[Path], object]
+) -> Callable[[bytes, Path], object]:
     """Writes the bytes to a file of that name and reads its folder."""
 
     def reading(data: bytes, folder: Path) -> object:
@@ -220,12 +265,21 @@ def file_readers() -> list[Reader]:
     }
     row = {"step": 1.0, "wall_s": 2.0, "reward_mean": None}
     summary = {"state": "finished", "steps": 3, "cause": "x"}
-    model = {"model_type": "qwen3", "hidden_size": 8, "num_hidden_layers": 2, "vocab_size": 9}
+    model = {
+        "model_type": "qwen3",
+        "hidden_size": 8,
+        "num_hidden_layers": 2,
+        "vocab_size": 9,
+    }
     read = _read_journal
     plain = (ConfigError,)
     return [
         Reader(
-            "journal", (journal_bytes(list(RECORDS)),), read, (ProtocolError, ConfigError), _journal
+            "journal",
+            (journal_bytes(list(RECORDS)),),
+            read,
+            (ProtocolError, ConfigError),
+            _journal,
         ),
         *(
             Reader(f"verify {name}", (text,), file_reader(name, examined), (), make)
@@ -233,12 +287,20 @@ def file_readers() -> list[Reader]:
                 ("journal.log", journal_bytes(list(RECORDS)), _journal),
                 ("metrics.jsonl", json.dumps(row).encode() + b"\n", mutated),
                 ("summary.json", json.dumps(summary).encode(), changed_table),
-                ("config.toml", dump_config(config_of(Path("somewhere"))).encode(), mutated),
+                (
+                    "config.toml",
+                    dump_config(config_of(Path("somewhere"))).encode(),
+                    mutated,
+                ),
             )
         ),
         Reader(
             "batch",
-            (trainer_pb2.RecordedBatch().SerializeToString(), honest_trajectory(), honest_tree()),
+            (
+                trainer_pb2.RecordedBatch().SerializeToString(),
+                honest_trajectory(),
+                honest_tree(),
+            ),
             _read_batch,
             (ProtocolError,),
         ),

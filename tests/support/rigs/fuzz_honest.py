@@ -24,9 +24,15 @@ SPEC = environment_pb2.EnvironmentSpec(
     num_workers=1,
     purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
 )
-FAILURE = trajectory_pb2.Failure(kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message="broken")
+FAILURE = trajectory_pb2.Failure(
+    kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message="broken"
+)
 COMMUNICATOR = weights_pb2.Communicator(
-    communicator_id="c1", transport="gloo", store_host="127.0.0.1", store_port=9, world_size=2
+    communicator_id="c1",
+    transport="gloo",
+    store_host="127.0.0.1",
+    store_port=9,
+    world_size=2,
 )
 CHAT = [environment_pb2.ChatMessage(role="user", content="a b")]
 REPORT = fleet_pb2.ServerReport(
@@ -48,7 +54,8 @@ HONEST: dict[str, list[Message]] = {
             call_id=1, observation=environment_pb2.Observation(messages=CHAT)
         ),
         environment_pb2.WorkerMessage(
-            call_id=1, verdict=environment_pb2.Verdict(reward=1.0, metrics={"right": 1.0})
+            call_id=1,
+            verdict=environment_pb2.Verdict(reward=1.0, metrics={"right": 1.0}),
         ),
         environment_pb2.WorkerMessage(call_id=2, failure=FAILURE),
         environment_pb2.WorkerMessage(call_id=2, pong=environment_pb2.Pong(place="x")),
@@ -78,20 +85,24 @@ HONEST: dict[str, list[Message]] = {
             )
         ),
         fleet_pb2.ServerMessage(
-            publish=fleet_pb2.PublishReport(publish_id="p1", phase=fleet_pb2.PUBLISH_PHASE_SERVING)
+            publish=fleet_pb2.PublishReport(
+                publish_id="p1", phase=fleet_pb2.PUBLISH_PHASE_SERVING
+            )
         ),
     ],
     "CallEnvironments": [
         fleet_pb2.EnvironmentCall(
             environment="new",
             command=environment_pb2.WorkerCommand(
-                call_id=4, reset=environment_pb2.ResetCommand(episode_key="g1.0", seed=3)
+                call_id=4,
+                reset=environment_pb2.ResetCommand(episode_key="g1.0", seed=3),
             ),
         ),
         fleet_pb2.EnvironmentCall(
             environment="liar-1",
             command=environment_pb2.WorkerCommand(
-                call_id=5, step=environment_pb2.StepCommand(episode_key="g1.0", reply="a")
+                call_id=5,
+                step=environment_pb2.StepCommand(episode_key="g1.0", reply="a"),
             ),
         ),
     ],
@@ -99,7 +110,9 @@ HONEST: dict[str, list[Message]] = {
         trainer_pb2.TrainerHello(
             world_size=1, layout_description="a\nb", version=VERSION, num_senders=1
         ),
-        trainer_pb2.TrainerHello(world_size=1, layout_description="a", num_parameters=9),
+        trainer_pb2.TrainerHello(
+            world_size=1, layout_description="a", num_parameters=9
+        ),
     ],
     "Next": [trainer_pb2.NextRequest(version=VERSION, bucket_digests=[DIGEST])],
     "ReportStep": [
@@ -114,18 +127,24 @@ HONEST: dict[str, list[Message]] = {
         for step in (1, 2)
     ],
     "StartPublish": [
-        trainer_pb2.PublishStart(publish_id="p1", layout=LAYOUT, communicator=COMMUNICATOR),
+        trainer_pb2.PublishStart(
+            publish_id="p1", layout=LAYOUT, communicator=COMMUNICATOR
+        ),
         trainer_pb2.PublishStart(publish_id="p1", is_question=True),
     ],
     "FinishPublish": [
         trainer_pb2.PublishResult(publish_id="p1", bucket_digests=[DIGEST], probe=PROBE)
     ],
     "ReportCheckpoint": [
-        trainer_pb2.CheckpointReport(version=VERSION, weight_digest=DIGEST, path="c/step-2")
+        trainer_pb2.CheckpointReport(
+            version=VERSION, weight_digest=DIGEST, path="c/step-2"
+        )
     ],
     "ReportFailure": [trainer_pb2.TrainerFailure(message="out of memory", rank=1)],
     "Finish": [trainer_pb2.TrainerGoodbye(weight_digest=DIGEST, export_path="final")],
     "Watch": [status_pb2.WatchRequest(after=3)],
     "StopRun": [status_pb2.StopRunRequest(reason="enough")],
-    "DrainServer": [status_pb2.DrainServerRequest(server_id="fake", reason="elsewhere")],
+    "DrainServer": [
+        status_pb2.DrainServerRequest(server_id="fake", reason="elsewhere")
+    ],
 }

@@ -128,7 +128,9 @@ def request_readers() -> list[Reader]:
         reader = message_reader(name, messages[0], lambda message: None)
         honest = tuple(message.SerializeToString() for message in messages)
         read = _decoding(kind)
-        records.append(Reader(f"request {name}", honest, read, (ProtocolError,), reader.make))
+        records.append(
+            Reader(f"request {name}", honest, read, (ProtocolError,), reader.make)
+        )
     return records
 
 
@@ -143,7 +145,11 @@ def _trajectory(honest: bytes, draw: random.Random) -> bytes:
     assert isinstance(changed, trajectory_pb2.Trajectory)
     if draw.random() < 0.6:
         reference = changed.reference
-        arrays = (changed.token_ids, changed.behavior_logprobs, changed.routed_experts.expert_ids)
+        arrays = (
+            changed.token_ids,
+            changed.behavior_logprobs,
+            changed.routed_experts.expert_ids,
+        )
         likely = (reference.logprobs, reference.top_ids, reference.top_logprobs)
         changed.checksum = zlib.crc32(b"".join(arrays + likely))
     return changed.SerializePartialToString()
@@ -166,7 +172,9 @@ def _with_reference(trajectory: trajectory_pb2.Trajectory) -> bytes:
 def _told(trajectory: Trajectory) -> object:
     """What is said of a trajectory in trajectories.jsonl; its sequences have all its tokens."""
     parts = trajectory.sequences
-    assert sum(part.tokens.stop - part.tokens.start for part in parts) == len(trajectory.token_ids)
+    assert sum(part.tokens.stop - part.tokens.start for part in parts) == len(
+        trajectory.token_ids
+    )
     assert parts[-1].sampled.stop == len(trajectory.behavior_logprobs)
     # A run takes no more.
     return readable(1, trajectory, None) if len(parts) <= 256 else None
@@ -198,7 +206,9 @@ def _images() -> tuple[bytes, ...]:
     for kind, file in files.items():
         image.save(file, kind)
     moving = io.BytesIO()
-    image.save(moving, "GIF", save_all=True, append_images=[image.rotate(90, expand=True)])
+    image.save(
+        moving, "GIF", save_all=True, append_images=[image.rotate(90, expand=True)]
+    )
     return tuple(file.getvalue() for file in (*files.values(), moving))
 
 
@@ -218,20 +228,36 @@ def message_readers() -> list[Reader]:
     lease = fleet_pb2.Lease(
         group_id="g000001", environment="e", members=[0, 1], purpose=1, max_attempts=3
     )
-    batch = trainer_pb2.BatchHeader(step=1, batch_id="b", num_groups=1, num_trajectories=1)
+    batch = trainer_pb2.BatchHeader(
+        step=1, batch_id="b", num_groups=1, num_trajectories=1
+    )
     chunk = trainer_pb2.TrajectoryChunk(trajectories=[trajectory])
     order = weights_pb2.PublishOrder(publish_id="p1", version=VERSION)
     return [
         Reader(
             "trajectory",
-            (trajectory.SerializeToString(), honest_tree(), _with_reference(trajectory)),
+            (
+                trajectory.SerializeToString(),
+                honest_tree(),
+                _with_reference(trajectory),
+            ),
             lambda data, _: _told(decode_trajectory(data)),
             (ProtocolError,),
             _trajectory,
         ),
         Reader("claim", (trajectory.SerializeToString(), honest_tree()), _claim, ()),
-        Reader("tokens", (b"\0" * 8,), lambda data, _: unpack_tokens(data), (ProtocolError,)),
-        Reader("logprobs", (b"\0" * 8,), lambda data, _: unpack_logprobs(data), (ProtocolError,)),
+        Reader(
+            "tokens",
+            (b"\0" * 8,),
+            lambda data, _: unpack_tokens(data),
+            (ProtocolError,),
+        ),
+        Reader(
+            "logprobs",
+            (b"\0" * 8,),
+            lambda data, _: unpack_logprobs(data),
+            (ProtocolError,),
+        ),
         message_reader("status of a run", status, run_from_pb),
         message_reader("status of an environment", spec, environment_from_pb),
         message_reader("event", event, event_from_pb),
@@ -240,12 +266,16 @@ def message_readers() -> list[Reader]:
         message_reader(
             "order to the trainer",
             trainer_pb2.Directive(batch=batch),
-            lambda m: read_order([m, trainer_pb2.Directive(chunk=chunk)], _first_sequence),
+            lambda m: read_order(
+                [m, trainer_pb2.Directive(chunk=chunk)], _first_sequence
+            ),
         ),
         message_reader(
             "chunk to the trainer",
             trainer_pb2.Directive(chunk=chunk),
-            lambda m: read_order([trainer_pb2.Directive(batch=batch), m], _first_sequence),
+            lambda m: read_order(
+                [trainer_pb2.Directive(batch=batch), m], _first_sequence
+            ),
         ),
         message_reader(
             "publish order",
@@ -255,7 +285,8 @@ def message_readers() -> list[Reader]:
         message_reader(
             "command to a client",
             environment_pb2.WorkerCommand(
-                call_id=3, step=environment_pb2.StepCommand(episode_key="g000001", reply="a")
+                call_id=3,
+                step=environment_pb2.StepCommand(episode_key="g000001", reply="a"),
             ),
             _commanded,
         ),

@@ -101,8 +101,13 @@ def result_readers() -> list[Reader]:
         "metrics": {"right": 1.0},
     }
     numbers = dict.fromkeys((*COLUMNS, *OTHER_COLUMNS), 1.0)
-    rows = [{**numbers, "step": float(step), "wall_s": 2.0 + step} for step in range(1, 14)]
-    rows.insert(3, {"evaluation_step": 3, "wall_s": 5.0, "num_episodes": 2, "reward_heldout": 0.5})
+    rows = [
+        {**numbers, "step": float(step), "wall_s": 2.0 + step} for step in range(1, 14)
+    ]
+    rows.insert(
+        3,
+        {"evaluation_step": 3, "wall_s": 5.0, "num_episodes": 2, "reward_heldout": 0.5},
+    )
     episodes = json_lines(sampled, sampled | {"step": 2})
     return [
         Reader(

@@ -22,7 +22,14 @@ from slipstream.v1 import (
     weights_pb2,
 )
 
-FILES = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2, weights_pb2)
+FILES = (
+    environment_pb2,
+    fleet_pb2,
+    status_pb2,
+    trainer_pb2,
+    trajectory_pb2,
+    weights_pb2,
+)
 INTEGERS = (0, 1, 2, 5, 77, 2**16, 2**31 - 1, 2**32 - 1, 2**53, 2**63 - 1, 2**64 - 1)
 NUMBERS = (0.0, 1.0, -1.0, 0.5, -0.0, 1e308, -1e308, 1e6, 1e18, 5e-324) + tuple(
     map(float, ("nan", "inf", "-inf"))
@@ -47,7 +54,15 @@ TEXTS = (
 )
 DEPTH = 3
 # Bytes that a mutation puts into the bytes of a message.
-SPLICES = (b"", b"\x00", b"\xff" * 10, b"\x80" * 9 + b"\x02", b"\x0a\xff\xff\xff\x7f", b"\n", b"{}")
+SPLICES = (
+    b"",
+    b"\x00",
+    b"\xff" * 10,
+    b"\x80" * 9 + b"\x02",
+    b"\x0a\xff\xff\xff\x7f",
+    b"\n",
+    b"{}",
+)
 
 Scalar = Callable[[FieldDescriptor, random.Random], object]
 
@@ -74,7 +89,9 @@ def wild(kind: Descriptor, draw: random.Random) -> Message:
     return message
 
 
-def bounded(kind: Descriptor, draw: random.Random, words: Sequence[str] = ()) -> Message:
+def bounded(
+    kind: Descriptor, draw: random.Random, words: Sequence[str] = ()
+) -> Message:
     """A message within its bounds; `words` are texts that mean something to the receiver."""
     message = new(kind)
     _fill(message, draw, partial(bounded_scalar, words=words))
@@ -82,7 +99,11 @@ def bounded(kind: Descriptor, draw: random.Random, words: Sequence[str] = ()) ->
 
 
 def nearly(
-    message: Message, draw: random.Random, words: Sequence[str] = (), *, wild_share: float = 0.3
+    message: Message,
+    draw: random.Random,
+    words: Sequence[str] = (),
+    *,
+    wild_share: float = 0.3,
 ) -> Message:
     """An honest message in which one to three fields, somewhere, have another value."""
     changed = new(message.DESCRIPTOR)
@@ -98,7 +119,11 @@ def nearly(
             continue
         field = draw.choice(inner.DESCRIPTOR.fields)
         inner.ClearField(field.name)
-        scalar = wild_scalar if draw.random() < wild_share else partial(bounded_scalar, words=words)
+        scalar = (
+            wild_scalar
+            if draw.random() < wild_share
+            else partial(bounded_scalar, words=words)
+        )
         _fill_field(inner, field, draw, scalar, 1)
     return changed
 
@@ -107,7 +132,9 @@ def is_plain_message(field: FieldDescriptor) -> bool:
     return field.message_type is not None and not field.is_repeated
 
 
-def random_request(kind: Descriptor, draw: random.Random, words: Sequence[str] = ()) -> bytes:
+def random_request(
+    kind: Descriptor, draw: random.Random, words: Sequence[str] = ()
+) -> bytes:
     """Bytes for a method that takes messages of a type."""
     way = draw.random()
     if way < 0.1:
@@ -184,7 +211,16 @@ def _within(
         return min(max(draw.choice(inside), bound.min), bound.max)
     lowest = int(bound.min)
     highest = int(bound.max)
-    inside = (lowest, highest, highest - 1, (lowest + highest) // 2, lowest + 1, lowest + 7, 1, 2)
+    inside = (
+        lowest,
+        highest,
+        highest - 1,
+        (lowest + highest) // 2,
+        lowest + 1,
+        lowest + 7,
+        1,
+        2,
+    )
     return _fitting(field, min(max(draw.choice(inside), lowest), highest))
 
 
@@ -196,7 +232,9 @@ def _text(bound: bounds_pb2.Bound, draw: random.Random, words: Sequence[str]) ->
         return "".join(draw.choices("abz09._:/+-", k=size))
     letters = "ab \u00e4\u30e6{}[]\"'\\" + ("" if bound.alphabet else "\n\x1b\x00")
     return (
-        "".join(draw.choices(letters, k=size)).encode()[: bound.max_bytes].decode(errors="ignore")
+        "".join(draw.choices(letters, k=size))
+        .encode()[: bound.max_bytes]
+        .decode(errors="ignore")
     )
 
 
@@ -204,14 +242,20 @@ def _fitting(field: FieldDescriptor, value: int) -> int:
     narrow = (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_FIXED32)
     if field.type in narrow:
         return min(value, 2**32 - 1)
-    return min(value, 2**63 - 1 if field.type == FieldDescriptor.TYPE_SINT64 else 2**64 - 1)
+    return min(
+        value, 2**63 - 1 if field.type == FieldDescriptor.TYPE_SINT64 else 2**64 - 1
+    )
 
 
-def _fill(message: Message, draw: random.Random, scalar: Scalar, depth: int = 0) -> None:
+def _fill(
+    message: Message, draw: random.Random, scalar: Scalar, depth: int = 0
+) -> None:
     name = ""
     if message.DESCRIPTOR.oneofs:
         # Only one field of a oneof counts, so one is filled; now and then none.
-        names = [field.name for oneof in message.DESCRIPTOR.oneofs for field in oneof.fields]
+        names = [
+            field.name for oneof in message.DESCRIPTOR.oneofs for field in oneof.fields
+        ]
         name = draw.choice(names) if draw.random() < 0.97 else ""
     for field in message.DESCRIPTOR.fields:
         if field.containing_oneof is not None:
@@ -222,7 +266,11 @@ def _fill(message: Message, draw: random.Random, scalar: Scalar, depth: int = 0)
 
 
 def _fill_field(
-    message: Message, field: FieldDescriptor, draw: random.Random, scalar: Scalar, depth: int
+    message: Message,
+    field: FieldDescriptor,
+    draw: random.Random,
+    scalar: Scalar,
+    depth: int,
 ) -> None:
     entry = field.message_type
     values = getattr(message, field.name)

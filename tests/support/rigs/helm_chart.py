@@ -26,7 +26,13 @@ class ChartRefused(Exception):
 def rendered(run: str, *options: str, config: Path | None = None) -> str:
     """What `helm install RUN` sends to Kubernetes, with the quickstart's settings by default."""
     config = config or DEPLOY / "configs" / "quickstart.toml"
-    command = [str(TOOLS / "helm"), "template", run, str(CHART), f"--set-file=config={config}"]
+    command = [
+        str(TOOLS / "helm"),
+        "template",
+        run,
+        str(CHART),
+        f"--set-file=config={config}",
+    ]
     done = completed([*command, *options])
     if done.returncode:
         raise ChartRefused(done.stderr)

@@ -7,5 +7,7 @@ from slipstream.learner.controller.records.kinds import Record
 
 
 def note(kind: str, **fields: Any) -> Record:
-    record_kind = msgspec.defstruct(kind, list(fields), bases=(Record,), tag=kind, frozen=True)
+    record_kind = msgspec.defstruct(
+        kind, list(fields), bases=(Record,), tag=kind, frozen=True
+    )
     return record_kind(**fields)

@@ -56,7 +56,9 @@ class Outcome:
     ledger_difference: float = 0.0
 
 
-def config_of(folder: Path, model_folder: Path, transport: str, **sections: dict) -> Config:
+def config_of(
+    folder: Path, model_folder: Path, transport: str, **sections: dict
+) -> Config:
     """Synchronous, so that every trained token tells which weights sampled it; all is verified."""
     table = {
         "run": {"name": "r", "dir": str(folder), "steps": 100_000},
@@ -107,7 +109,9 @@ async def kill_one_of_two(
             print(outcome.kills[-1], flush=True)
             victim = rig.servers[-1]
         rows = controller.rows
-        outcome.gaps = [(row["logprob_gap_mean"], row["logprob_gap_max"]) for row in rows]
+        outcome.gaps = [
+            (row["logprob_gap_mean"], row["logprob_gap_max"]) for row in rows
+        ]
         assert all(row["logprob_gap_tokens"] == row["trained_tokens"] for row in rows)
         outcome.verified = controller.publish_totals["publishes_verified"]
         outcome.probe_gap_max = controller.publish_totals["probe_gap_max"]
@@ -160,12 +164,16 @@ async def kill_and_recover(rig: Rig, victim: Child, moment: Moment) -> Kill:
     await rig.until_serving(START_LIMIT_S)
     rejoined_s = time.monotonic() - again
     await steps(rig, 2)
-    return Kill(moment, freed_s, broken.error, survivor_served_s, next_step_s, rejoined_s)
+    return Kill(
+        moment, freed_s, broken.error, survivor_served_s, next_step_s, rejoined_s
+    )
 
 
 async def steps(rig: Rig, number: int) -> None:
     expected = len(rig.controller.rows) + number
-    await rig.until(lambda: len(rig.controller.rows) >= expected, "a step", STEP_LIMIT_S)
+    await rig.until(
+        lambda: len(rig.controller.rows) >= expected, "a step", STEP_LIMIT_S
+    )
 
 
 async def kill_while_receiving(rig: Rig, victim: Child, moment: Moment) -> float:

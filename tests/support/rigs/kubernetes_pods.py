@@ -61,7 +61,9 @@ class Pod:
 class Pods:
     """What a namespace of Kubernetes would hold; made for a folder that was written by us."""
 
-    def __init__(self, manifests: Sequence[Table], folder: Path, network: Network) -> None:
+    def __init__(
+        self, manifests: Sequence[Table], folder: Path, network: Network
+    ) -> None:
         """`folder` keeps the volumes; `network` has the cluster's hosts and ends with its owner."""
         self._folder = folder
         self._network = network
@@ -88,7 +90,9 @@ class Pods:
             assert (template["completions"], template["parallelism"]) == (1, 1)
             for number in range(job["replicas"]):
                 host_name = f"{name}-{job['name']}-{number}-0"
-                labels = template["template"]["metadata"]["labels"] | {INDEX_LABEL: str(index)}
+                labels = template["template"]["metadata"]["labels"] | {
+                    INDEX_LABEL: str(index)
+                }
                 spec_of_pod = template["template"]["spec"]
                 pods.append(self._make(host_name, spec_of_pod, labels, host_name, name))
                 index += 1
@@ -102,11 +106,15 @@ class Pods:
 
     def add_pod(self, name: str) -> Pod:
         template = self.resources["Deployment", name]["spec"]["template"]
-        pod = self._make(f"{name}-5d9c7b", template["spec"], template["metadata"]["labels"])
+        pod = self._make(
+            f"{name}-5d9c7b", template["spec"], template["metadata"]["labels"]
+        )
         self._start(pod)
         return pod
 
-    def start_stateful_set(self, name: str, command: Sequence[str], mounts: list[Mount]) -> Pod:
+    def start_stateful_set(
+        self, name: str, command: Sequence[str], mounts: list[Mount]
+    ) -> Pod:
         """Makes the only pod of a StatefulSet, by `command` in place of its image's program.
 
         A word * of the command becomes the pod's address.
@@ -179,10 +187,15 @@ class Pods:
         self, pod: Pod, container: Table, mounts: list[Mount], *, keep: bool = True
     ) -> Container:
         environ = {
-            variable["name"]: self._value(variable, pod) for variable in container.get("env", [])
+            variable["name"]: self._value(variable, pod)
+            for variable in container.get("env", [])
         }
         command = [
-            re.sub(r"\$\$|\$\((\w+)\)", lambda found: environ[found[1]] if found[1] else "$", word)
+            re.sub(
+                r"\$\$|\$\((\w+)\)",
+                lambda found: environ[found[1]] if found[1] else "$",
+                word,
+            )
             for word in container["command"]
         ]
         assert container["securityContext"]["readOnlyRootFilesystem"]
@@ -212,7 +225,9 @@ class Pods:
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
         for mount in container.get("volumeMounts", []):
             source = self._source(pod, volumes[mount["name"]])
-            yield Mount(source, Path(mount["mountPath"]), writable=not mount.get("readOnly"))
+            yield Mount(
+                source, Path(mount["mountPath"]), writable=not mount.get("readOnly")
+            )
 
     def _source(self, pod: Pod, volume: Table) -> Path:
         """The folder of a volume, with the group and the modes that the kubelet gives it."""
@@ -249,7 +264,11 @@ class Pods:
         """Tells the pods that run what the cluster's name server would."""
         for pod in self.pods:
             for path in pod.host.folder.glob("*/hosts"):
-                names = {"localhost": "127.0.0.1", pod.host.name: pod.address, **self._names}
+                names = {
+                    "localhost": "127.0.0.1",
+                    pod.host.name: pod.address,
+                    **self._names,
+                }
                 path.write_text("".join(f"{ip} {name}\n" for name, ip in names.items()))
 
     def logs(self) -> str:

@@ -23,7 +23,11 @@ CUSTOM_GROUPS = ("jobset.x-k8s.io", "keda.sh", "monitoring.coreos.com")
 
 def main() -> int:
     folder, *versions = sys.argv[1:]
-    kinds = {kind: schema for path in Path(folder).glob("*.yaml") for kind, schema in crd(path)}
+    kinds = {
+        kind: schema
+        for path in Path(folder).glob("*.yaml")
+        for kind, schema in crd(path)
+    }
     for resource in filter(None, yaml.safe_load_all(sys.stdin)):
         kind = (resource["apiVersion"], resource["kind"])
         if kind in kinds:
@@ -36,7 +40,11 @@ def main() -> int:
             check(resource, versions)
         spec = resource.get("spec", {})
         for job in spec.get("replicatedJobs", []):
-            whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "job"}}
+            whole = {
+                "apiVersion": "batch/v1",
+                "kind": "Job",
+                "metadata": {"name": "job"},
+            }
             check(whole | job["template"], versions)
     return 0
 

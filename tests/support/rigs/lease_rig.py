@@ -39,7 +39,12 @@ def book_of(
     **sizes: int,
 ) -> LeaseBook:
     """An empty lease book; where `sizes` say nothing else, a step has one group of two members."""
-    plain = {"groups_per_step": 1, "max_staleness": 1, "num_steps": 9, "attempts_per_lease": 7}
+    plain = {
+        "groups_per_step": 1,
+        "max_staleness": 1,
+        "num_steps": 9,
+        "attempts_per_lease": 7,
+    }
     group_sizes = GroupSizes(group_size, own_group_sizes)
     return LeaseBook(group_sizes=group_sizes, **plain | sizes)
 
@@ -137,7 +142,9 @@ class Rig:
         state: RunState | None = None,
         **changes: dict[str, object],
     ) -> None:
-        sizes = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1} | dict(algorithm or {})
+        sizes = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1} | dict(
+            algorithm or {}
+        )
         self.run = run_of(
             run={"name": "r", "steps": STEPS, "dir": str(folder)},
             algorithm={**sizes, "learning_rate": 1e-3},
@@ -161,12 +168,18 @@ class Rig:
     def add_environment(self, name: str, weight: float) -> EnvironmentEntry:
         return self.environments.add(
             environment_pb2.EnvironmentSpec(
-                name=name, weight=weight, purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING
+                name=name,
+                weight=weight,
+                purpose=trajectory_pb2.EPISODE_PURPOSE_TRAINING,
             )
         )
 
     def serving(
-        self, name: str, version: int, max_episodes: int = 8, environments: tuple[str, ...] = ("e",)
+        self,
+        name: str,
+        version: int,
+        max_episodes: int = 8,
+        environments: tuple[str, ...] = ("e",),
     ) -> ServerSession:
         session = joined(self.fleet, name, max_episodes=max_episodes)
         session.state = fleet_pb2.SERVER_STATE_SERVING

@@ -104,10 +104,14 @@ class LiveRun:
     async def _begin(self) -> None:
         self._controller = Controller(self.config, OPEN)
         self._running = asyncio.ensure_future(self._controller.run())
-        self._peers = [asyncio.ensure_future(peer.run()) for peer in (self.server, self.trainer)]
+        self._peers = [
+            asyncio.ensure_future(peer.run()) for peer in (self.server, self.trainer)
+        ]
         self._open = open_named(self.address)
         self.channel = await self._open.__aenter__()
-        await until(lambda: self.trainer.version.step >= self.trainer.gated_from, LIMIT_S)
+        await until(
+            lambda: self.trainer.version.step >= self.trainer.gated_from, LIMIT_S
+        )
 
     async def _end(self) -> None:
         """Lets the run go on to its own end."""

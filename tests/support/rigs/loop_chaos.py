@@ -67,7 +67,9 @@ class UnrulyProxy:
         self._fault = ""
         return self._hit.is_set()
 
-    async def __call__(self, scope: dict[str, Any], receive: Callable, send: Callable) -> None:
+    async def __call__(
+        self, scope: dict[str, Any], receive: Callable, send: Callable
+    ) -> None:
         body = await Request(scope, receive).body()
         fault = ""
         # A heartbeat or telemetry says nothing of operations.
@@ -94,7 +96,9 @@ class UnrulyProxy:
         except httpx.TransportError:
             # A body that is shorter than its length breaks the connection.
             headers = [(b"content-length", b"1")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await send(
+                {"type": "http.response.start", "status": 200, "headers": headers}
+            )
             await send({"type": "http.response.body", "body": b""})
             return
         self._passed.set()
@@ -102,7 +106,11 @@ class UnrulyProxy:
         await Response(answer.content, answer.status_code, kind)(scope, receive, send)
 
     async def _forward(self, scope: dict[str, Any], body: bytes) -> httpx.Response:
-        headers = [pair for pair in scope["headers"] if pair[0] not in (b"host", b"content-length")]
+        headers = [
+            pair
+            for pair in scope["headers"]
+            if pair[0] not in (b"host", b"content-length")
+        ]
         return await self.http.request(
             scope["method"], scope["path"], content=body, headers=headers
         )
@@ -135,7 +143,9 @@ class Looper:
         client = self.client
         session = await client.publish()
         sampling = [asyncio.ensure_future(self._sampled(session)) for _ in range(3)]
-        passes = [client.passed([self._datum], "cross_entropy") for _ in range(1 + number % 3)]
+        passes = [
+            client.passed([self._datum], "cross_entropy") for _ in range(1 + number % 3)
+        ]
         step = {"seq_id": next(client.numbers), "model_id": client.model}
         step |= {"adam_params": {"learning_rate": 1e-3 * (1 + number % 5)}}
         # Together, so that they arrive in any order.
@@ -149,7 +159,11 @@ class Looper:
         answer = await client.result(stepped)
         assert "error" not in answer, answer
         found.append(
-            {name: value for name, value in answer["metrics"].items() if name[-2:] != "_s"}
+            {
+                name: value
+                for name, value in answer["metrics"].items()
+                if name[-2:] != "_s"
+            }
         )
         if number % 4 == 1:
             saved = await client.done("save_weights", path=f"r{number}")
@@ -228,12 +242,18 @@ async def proxied(port: int):
         await proxy.http.aclose()
 
 
-async def calm_rounds(config: Config, command: Sequence[str], settings: Sequence[str], asked):
+async def calm_rounds(
+    config: Config, command: Sequence[str], settings: Sequence[str], asked
+):
     """What clients see of a run without faults, each in so many rounds as `asked` says."""
     port = free_port("127.0.0.1")
     harmless = chaos.Chaos(config, command, [], random.Random(0))
-    process = await harmless.start("tinker", *settings, "run.name=calm", "--port", str(port))
-    loopers = [Looper(port, str(config.model.path), number) for number in range(len(asked))]
+    process = await harmless.start(
+        "tinker", *settings, "run.name=calm", "--port", str(port)
+    )
+    loopers = [
+        Looper(port, str(config.model.path), number) for number in range(len(asked))
+    ]
     try:
         runs = map(Looper.run, loopers, asked)
         ended = asyncio.ensure_future(process.wait())
@@ -268,7 +288,9 @@ async def run_loop_chaos(
         own = [*overrides, f"run.name=harmed-{seed}"]
         config = load_config(path, [*loop, *own])
         settings = [str(path), *own]
-        harmed.append(await harmed_rounds(config, command, settings, kills, seed, every_s))
+        harmed.append(
+            await harmed_rounds(config, command, settings, kills, seed, every_s)
+        )
     longest = [
         max(map(len, rounds_of_place))
         for rounds_of_place in zip(*(rounds for _, rounds in harmed), strict=True)
@@ -300,9 +322,16 @@ async def harmed_rounds(
     port = free_port("127.0.0.1")
     async with proxied(port) as (proxy, own):
         number = len(config.lora.adapters) or 1
-        loopers = [Looper(own, str(config.model.path), number) for number in range(number)]
+        loopers = [
+            Looper(own, str(config.model.path), number) for number in range(number)
+        ]
         harmed = LoopChaos(
-            config, command, [*settings, "--port", str(port)], random.Random(seed), proxy, loopers
+            config,
+            command,
+            [*settings, "--port", str(port)],
+            random.Random(seed),
+            proxy,
+            loopers,
         )
         code = await harmed.run(kills, every_s, chaos.ROLES, partitions=False)
     if not journal_logs(config.run_dir / JOURNAL):
@@ -330,8 +359,12 @@ def main(command: Sequence[str] = chaos.CLI) -> int:
     parser.add_argument("path", type=Path, metavar="CONFIG.toml")
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
     parser.add_argument("--kills", type=int, default=20, help="the number of faults")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the faults")
-    parser.add_argument("--every-s", type=float, default=1.0, help="mean pause behind a step")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[0], help="of the faults"
+    )
+    parser.add_argument(
+        "--every-s", type=float, default=1.0, help="mean pause behind a step"
+    )
     return asyncio.run(run_loop_chaos(**vars(parser.parse_args()), command=command))
 
 

@@ -14,7 +14,13 @@ from slipstream.extensions.tinker import wire_pb2 as wire
 from support.rigs.waiting import LIMIT_S
 
 PROTOBUF = "application/x-protobuf"
-ADAM = {"learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
+ADAM = {
+    "learning_rate": 1e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+}
 
 
 class LoopClient:
@@ -43,7 +49,9 @@ class LoopClient:
 
     def another(self) -> "LoopClient":
         """One more client of the same HTTP process, which is closed with this one."""
-        self._others.append(LoopClient(self.http.base_url.port, base_model=self._base_model))
+        self._others.append(
+            LoopClient(self.http.base_url.port, base_model=self._base_model)
+        )
         return self._others[-1]
 
     async def ready(self, is_there: Callable[[], bool] = lambda: True) -> None:
@@ -96,7 +104,9 @@ class LoopClient:
             "base_model": self._base_model,
             "lora_config": {"rank": rank},
         }
-        return await self._began(await self.result(await self.post("create_model", request)))
+        return await self._began(
+            await self.result(await self.post("create_model", request))
+        )
 
     async def begin_from(self, path: str) -> dict[str, Any]:
         request = {
@@ -105,7 +115,9 @@ class LoopClient:
             "path": path,
             "optimizer": True,
         }
-        return await self._began(await self.result(await self.post("load_weights", request)))
+        return await self._began(
+            await self.result(await self.post("load_weights", request))
+        )
 
     async def _began(self, made: dict[str, Any]) -> dict[str, Any]:
         if "model_id" in made:
@@ -129,13 +141,17 @@ class LoopClient:
         )
         for tokens, targets, inputs in data:
             datum = request.data.add()
-            datum.model_input.add().encoded_text.tokens = np.array(tokens, "<i4").tobytes()
+            datum.model_input.add().encoded_text.tokens = np.array(
+                tokens, "<i4"
+            ).tobytes()
             arrays = {"target_tokens": np.array(targets, "<i8")}
             arrays |= {name: np.array(values, "<f4") for name, values in inputs.items()}
             for name, array in arrays.items():
                 datum.loss_fn_inputs[name].dense = array.tobytes()
                 is_float = array.dtype == np.float32
-                datum.loss_fn_inputs[name].dtype = wire.FLOAT32 if is_float else wire.INT64
+                datum.loss_fn_inputs[name].dtype = (
+                    wire.FLOAT32 if is_float else wire.INT64
+                )
                 datum.loss_fn_inputs[name].shape.append(len(array))
         return request.SerializeToString()
 
@@ -160,7 +176,9 @@ class LoopClient:
     async def publish(self, **request: str) -> str:
         """Publishes; returns the id of the sampling session."""
         request |= {"sampling_session_seq_id": next(self.sampling)}
-        return (await self.done("save_weights_for_sampler", **request))["sampling_session_id"]
+        return (await self.done("save_weights_for_sampler", **request))[
+            "sampling_session_id"
+        ]
 
     async def ask(self, session: str, prompt: list[int], **asked: Any) -> Any:  # noqa: ANN401
         """Sends a sample; returns its future, or the refusal."""

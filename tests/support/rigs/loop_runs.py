@@ -21,8 +21,13 @@ DATUM = ([1, 2, 3], [2, 3, 4], {"weights": [0.0, 1.0, 1.0]})
 
 
 def loop_config(tmp_path, **settings: object) -> Config:
-    loop_settings = settings | {"controller__client_loop": True, "learner__shared_prefix_tokens": 0}
-    return make_config(tmp_path, **loop_settings, model__dtype="float32", run__steps=1000)
+    loop_settings = settings | {
+        "controller__client_loop": True,
+        "learner__shared_prefix_tokens": 0,
+    }
+    return make_config(
+        tmp_path, **loop_settings, model__dtype="float32", run__steps=1000
+    )
 
 
 @contextlib.asynccontextmanager
@@ -44,9 +49,13 @@ async def started(
     config: Config, *, is_killed: bool = False, in_flight: bool = False
 ) -> AsyncIterator[tuple[LoopClient, FakeServer, FakeTrainer]]:
     """A client of a controller and its fakes, which are killed behind it, or end well."""
-    server, trainer = (kind(config.controller.address) for kind in (FakeServer, FakeTrainer))
+    server, trainer = (
+        kind(config.controller.address) for kind in (FakeServer, FakeTrainer)
+    )
     controller = Controller(config, OPEN)
-    tasks = [asyncio.ensure_future(part.run()) for part in (controller, server, trainer)]
+    tasks = [
+        asyncio.ensure_future(part.run()) for part in (controller, server, trainer)
+    ]
     try:
         async with asyncio.timeout(LIMIT_S):
             async with fronted(config, in_flight=in_flight) as client:

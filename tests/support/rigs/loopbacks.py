@@ -16,7 +16,9 @@ def _has_ipv6() -> bool:
 
 LOOPBACKS = [
     "127.0.0.1",
-    pytest.param("::1", marks=pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")),
+    pytest.param(
+        "::1", marks=pytest.mark.skipif(not _has_ipv6(), reason="no IPv6 here")
+    ),
 ]
 
 

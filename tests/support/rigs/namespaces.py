@@ -52,7 +52,9 @@ def missing() -> str | None:
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     if absent:
         return f"not installed: {', '.join(absent)}"
-    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], check=False)
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "true"], check=False
+    )
     return "namespaces are not allowed here" if tried.returncode else None
 
 
@@ -109,11 +111,19 @@ class Container:
         """Runs one more command inside, as a health check does; code 125 when nothing runs."""
         pid = self.program_pid()
         if pid is None:
-            return subprocess.CompletedProcess(command, 125, "", f"{self.name} is not running")
+            return subprocess.CompletedProcess(
+                command, 125, "", f"{self.name} is not running"
+            )
         enter = ["nsenter", f"--target={pid}", "--mount", "--net", "--pid", "--uts"]
         enter += ["--root", "--wd"]
         return subprocess.run(
-            [*enter, *as_user(self.host.user), "env", *variables(self.environ), *command],
+            [
+                *enter,
+                *as_user(self.host.user),
+                "env",
+                *variables(self.environ),
+                *command,
+            ],
             env=SYSTEM_ENVIRON,
             capture_output=True,
             text=True,
@@ -166,10 +176,14 @@ class Host:
         script = folder / "start.sh"
         # Debian sets a host up like this: its own name is an address that no other host reaches.
         names = {"localhost": "127.0.0.1", self.name: "127.0.1.1", **hosts}
-        (folder / "hosts").write_text("".join(f"{ip} {host}\n" for host, ip in names.items()))
+        (folder / "hosts").write_text(
+            "".join(f"{ip} {host}\n" for host, ip in names.items())
+        )
         mounts = [*mounts, Mount(folder / "hosts", Path("/etc/hosts"))]
         enter = ["chroot", str(folder / "root"), *as_user(self.user)]
-        start = shlex.join([*enter, "env", f"--chdir={working_folder}", *variables(environ)])
+        start = shlex.join(
+            [*enter, "env", f"--chdir={working_folder}", *variables(environ)]
+        )
         script.write_text(
             root_script(folder / "root", mounts, self.name) + INIT.format(start=start)
         )
@@ -211,12 +225,16 @@ class Host:
             _, _, _, local, _, *rest = line.split()
             address, _, port = local.rpartition(":")
             program = rest[0].partition('"')[2].partition('"')[0] if rest else ""
-            found.append(Socket(address.strip("[]").partition("%")[0], int(port), program))
+            found.append(
+                Socket(address.strip("[]").partition("%")[0], int(port), program)
+            )
         return found
 
     def _inside(self, *command: str) -> str:
         enter = ["nsenter", f"--net=/proc/{self.pid}/ns/net"]
-        ended = subprocess.run([*enter, *command], capture_output=True, text=True, check=True)
+        ended = subprocess.run(
+            [*enter, *command], capture_output=True, text=True, check=True
+        )
         return ended.stdout
 
 
@@ -262,7 +280,9 @@ class Network:
 
     def _keep_namespace(self) -> int:
         """A process that holds a new network namespace until the network is closed."""
-        process = subprocess.Popen([*below_this(), "unshare", "--net", "sleep", "infinity"])
+        process = subprocess.Popen(
+            [*below_this(), "unshare", "--net", "sleep", "infinity"]
+        )
 
         def end() -> None:
             process.kill()
@@ -278,14 +298,24 @@ class Network:
 
 def root_script(root: Path, mounts: Sequence[Mount], host_name: str) -> str:
     """A shell script that makes a root folder with the system's programs, `mounts`, no more."""
-    system = [Mount(Path(p), Path(p)) for p in (*SYSTEM_FOLDERS, *SYSTEM_FILES) if Path(p).exists()]
+    system = [
+        Mount(Path(p), Path(p))
+        for p in (*SYSTEM_FOLDERS, *SYSTEM_FILES)
+        if Path(p).exists()
+    ]
     # Our Python, its packages and this checkout stand in for the image; the client has a link to
     # the requirements.
     checkout = Path(__file__).parents[3]
     sources = ("protos", "core", "client", "environments", "rollout_server", "learner")
     sources += ("extensions", "requirements")
-    image = {Path(sys.prefix), Path(sys.base_prefix), *(checkout / name for name in sources)}
-    system += [Mount(path, path) for path in sorted(image) if not path.is_relative_to("/usr")]
+    image = {
+        Path(sys.prefix),
+        Path(sys.base_prefix),
+        *(checkout / name for name in sources),
+    }
+    system += [
+        Mount(path, path) for path in sorted(image) if not path.is_relative_to("/usr")
+    ]
     lines = [
         f"hostname {host_name}",
         f"mkdir -p {root}",
@@ -299,10 +329,15 @@ def root_script(root: Path, mounts: Sequence[Mount], host_name: str) -> str:
         f"ln -s /proc/self/fd {root}/dev/fd",
     ]
     for device in DEVICES:
-        lines += [f"touch {root}/dev/{device}", f"mount --bind /dev/{device} {root}/dev/{device}"]
+        lines += [
+            f"touch {root}/dev/{device}",
+            f"mount --bind /dev/{device} {root}/dev/{device}",
+        ]
     for mount in (*system, *mounts):
         place = f"{root}{mount.target}"
-        lines.append(f"mkdir -p {place if mount.source.is_dir() else Path(place).parent}")
+        lines.append(
+            f"mkdir -p {place if mount.source.is_dir() else Path(place).parent}"
+        )
         if not mount.source.is_dir():
             lines.append(f"touch {place}")
         lines.append(f"mount --bind {mount.source.resolve()} {place}")
@@ -315,7 +350,9 @@ def root_script(root: Path, mounts: Sequence[Mount], host_name: str) -> str:
 def image_environ() -> dict[str, str]:
     """What the last stage of the Dockerfile sets, with our Python in place of the image's."""
     text = (
-        (Path(__file__).parents[3] / "deploy" / "cpu.Dockerfile").read_text().rpartition("FROM ")[2]
+        (Path(__file__).parents[3] / "deploy" / "cpu.Dockerfile")
+        .read_text()
+        .rpartition("FROM ")[2]
     )
     (block,) = re.findall(r"^ENV ((?:.*\\\n)*.*)$", text, flags=re.MULTILINE)
     environ = dict(word.split("=", 1) for word in block.replace("\\\n", " ").split())
@@ -337,7 +374,10 @@ def as_user(user: int) -> list[str]:
 
 def variables(environ: Mapping[str, str]) -> list[str]:
     """The arguments of `env` that set exactly this environment."""
-    return ["--ignore-environment", *(f"{name}={value}" for name, value in environ.items())]
+    return [
+        "--ignore-environment",
+        *(f"{name}={value}" for name, value in environ.items()),
+    ]
 
 
 def children(pid: int | None) -> list[psutil.Process]:
@@ -351,7 +391,9 @@ def children(pid: int | None) -> list[psutil.Process]:
 
 def in_namespace(pid: int, command: str) -> None:
     """Runs a command in the network namespace of a process."""
-    subprocess.run(["nsenter", f"--net=/proc/{pid}/ns/net", *command.split()], check=True)
+    subprocess.run(
+        ["nsenter", f"--net=/proc/{pid}/ns/net", *command.split()], check=True
+    )
 
 
 def poll(limit_s: float, *, every_s: float = 0.05) -> Iterator[None]:

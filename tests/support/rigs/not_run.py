@@ -15,10 +15,16 @@ TARGET = re.compile(r"make test-[a-z]+")
 
 def not_run(expression: str, causes: Iterable[str]) -> str:
     """One line on what `-m EXPRESSION` deselects and why tests were skipped; "" if all ran."""
-    deselected = [text for mark, text in LEFT_OUT.items() if f"not {mark}" in expression]
-    targets = Counter(match[0] if (match := TARGET.search(cause)) else "" for cause in causes)
+    deselected = [
+        text for mark, text in LEFT_OUT.items() if f"not {mark}" in expression
+    ]
+    targets = Counter(
+        match[0] if (match := TARGET.search(cause)) else "" for cause in causes
+    )
     num_others = targets.pop("", 0)
-    skipped = [f"{number} skipped ({target})" for target, number in sorted(targets.items())]
+    skipped = [
+        f"{number} skipped ({target})" for target, number in sorted(targets.items())
+    ]
     if num_others:
         skipped.append(f"{num_others} skipped for the causes above")
     parts = [*deselected, *skipped]

@@ -21,7 +21,9 @@ class Parsed(BaseException):
 _parse_args = argparse.ArgumentParser.parse_args
 
 
-def parse_and_stop(parser: argparse.ArgumentParser, *arguments: object) -> argparse.Namespace:
+def parse_and_stop(
+    parser: argparse.ArgumentParser, *arguments: object
+) -> argparse.Namespace:
     """In place of `parse_args` of every parser."""
     _parse_args(parser, *arguments)  # type: ignore[call-overload]
     raise Parsed
@@ -31,7 +33,10 @@ def complaint(command: list[str]) -> str:
     """What the program of a command has against its arguments."""
     text = io.StringIO()
     try:
-        with contextlib.redirect_stderr(text), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            contextlib.redirect_stderr(text),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             if command[0] == "-m":
                 sys.argv = command[1:]
                 runpy.run_module(command[1], run_name="__main__", alter_sys=True)

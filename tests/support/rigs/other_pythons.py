@@ -18,7 +18,9 @@ def furnished_python(folder: Path) -> Path:
     # An environment may have another one behind it, as that of `make candidate`.
     behind = [Path(path) for path in sys.path if path.endswith("site-packages")]
     for package in (path for folder in behind for path in folder.iterdir()):
-        is_ours = package.name.strip("_").startswith("slipstream") or package.suffix == ".pth"
+        is_ours = (
+            package.name.strip("_").startswith("slipstream") or package.suffix == ".pth"
+        )
         if not is_ours and not (site / package.name).exists():
             (site / package.name).symlink_to(package)
     return python

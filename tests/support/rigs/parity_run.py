@@ -29,22 +29,36 @@ MASKED = ("masked_sequence_fraction", "masked_token_fraction")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--world", type=int, required=True, metavar="N", help="number of ranks")
-    parser.add_argument("--layouts", help="names with commas between; default: all that can run")
+    parser.add_argument(
+        "--world", type=int, required=True, metavar="N", help="number of ranks"
+    )
+    parser.add_argument(
+        "--layouts", help="names with commas between; default: all that can run"
+    )
     parser.add_argument("--dtype", choices=tuple(TOLERANCES), default="float32")
-    parser.add_argument("--tolerance", type=float, help="of losses, norms and log-probabilities")
-    parser.add_argument("--out", type=Path, required=True, help="a folder for models and results")
+    parser.add_argument(
+        "--tolerance", type=float, help="of losses, norms and log-probabilities"
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a folder for models and results"
+    )
     arguments = parser.parse_args()
     names = arguments.layouts.split(",") if arguments.layouts else None
     pool = RankPool()
     try:
-        comparison = compare(pool, arguments.out, arguments.world, arguments.dtype, names)
+        comparison = compare(
+            pool, arguments.out, arguments.world, arguments.dtype, names
+        )
     finally:
         pool.close()
     tolerance = arguments.tolerance or TOLERANCES[arguments.dtype]
     for name, difference in comparison.items():
-        print(f"{name:45} {difference:.1e}{'' if difference <= tolerance else '  TOO LARGE'}")
-    return 0 if all(difference <= tolerance for difference in comparison.values()) else 1
+        print(
+            f"{name:45} {difference:.1e}{'' if difference <= tolerance else '  TOO LARGE'}"
+        )
+    return (
+        0 if all(difference <= tolerance for difference in comparison.values()) else 1
+    )
 
 
 def runnable(world_size: int, dtype: str) -> list[str]:
@@ -55,12 +69,18 @@ def runnable(world_size: int, dtype: str) -> list[str]:
         for name in layouts_of(world_size)
         if not (has_cuda and LAYOUTS[name].is_slow_network)
         # TransformerEngine splits sequences in half precision only.
-        and not (has_cuda and dtype == "float32" and LAYOUTS[name].parallel.get("cp", 1) > 1)
+        and not (
+            has_cuda and dtype == "float32" and LAYOUTS[name].parallel.get("cp", 1) > 1
+        )
     ]
 
 
 def compare(
-    pool: RankPool, folder: Path, world_size: int, dtype: str, names: Sequence[str] | None = None
+    pool: RankPool,
+    folder: Path,
+    world_size: int,
+    dtype: str,
+    names: Sequence[str] | None = None,
 ) -> dict[str, float]:
     """The largest difference of each layout to the layout of one rank that does the same."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -83,8 +103,13 @@ def run(
     """What the ranks of some layouts found."""
     jobs = {name: name if dtype == "float32" else f"{name}@{dtype}" for name in names}
     program = Path(parity_ranks.__file__)
-    pool.run(program, list(jobs.values()), world_size=world_size, folder=folder, limit_s=1800)
-    return {name: torch.load(folder / f"{job}.pt", weights_only=True) for name, job in jobs.items()}
+    pool.run(
+        program, list(jobs.values()), world_size=world_size, folder=folder, limit_s=1800
+    )
+    return {
+        name: torch.load(folder / f"{job}.pt", weights_only=True)
+        for name, job in jobs.items()
+    }
 
 
 def difference(found: dict, expected: dict, dtype: str) -> float:

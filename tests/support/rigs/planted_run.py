@@ -48,7 +48,9 @@ class Planted:
     def __init__(self, run: Path, folder: Path) -> None:
         self.folder = Path(shutil.copytree(run, folder / "r"))
         self.log = self.folder / "journal" / "journal.log"
-        self.records = [json.loads(line[9:]) for line in self.log.read_bytes().splitlines()]
+        self.records = [
+            json.loads(line[9:]) for line in self.log.read_bytes().splitlines()
+        ]
         for record in self.records:
             del record["line"]
 

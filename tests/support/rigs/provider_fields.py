@@ -26,7 +26,9 @@ def fields_of(model: Path) -> dict[str, str]:
     settings = AutoConfig.from_pretrained(model)
     config = small_config(model={"path": str(model), "dtype": "bfloat16"})
     bridge = auto_bridge.from_hf_config(settings)
-    provider = provider_of(bridge, settings.get_text_config(), config, load_weights=False)
+    provider = provider_of(
+        bridge, settings.get_text_config(), config, load_weights=False
+    )
     return {
         field.name: ADDRESS.sub("", repr(getattr(provider, field.name)))
         for field in dataclasses.fields(provider)
@@ -39,6 +41,7 @@ if __name__ == "__main__":
         models.mkdir(parents=True)
         make_models(models)
     found = {
-        path.parent.name: fields_of(path.parent) for path in sorted(models.glob("*/config.json"))
+        path.parent.name: fields_of(path.parent)
+        for path in sorted(models.glob("*/config.json"))
     }
     out.write_text(json.dumps(found))

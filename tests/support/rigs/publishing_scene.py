@@ -11,7 +11,11 @@ from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.run import Run
 from slipstream.learner.controller.servers.fleet import Fleet
-from slipstream.learner.controller.servers.session import JoinedOrder, ServerKey, ServerSession
+from slipstream.learner.controller.servers.session import (
+    JoinedOrder,
+    ServerKey,
+    ServerSession,
+)
 from slipstream.protocol.codec import pack_logprobs
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
@@ -45,8 +49,12 @@ def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
         if isinstance(section, list):
             settings[name] = section
             continue
-        limits[name] = {key: value for key, value in section.items() if key.endswith("_s")}
-        settings[name] = {key: value for key, value in section.items() if not key.endswith("_s")}
+        limits[name] = {
+            key: value for key, value in section.items() if key.endswith("_s")
+        }
+        settings[name] = {
+            key: value for key, value in section.items() if not key.endswith("_s")
+        }
     config = parse_config(values | settings, source="test")
     changed = {
         name: getattr(config, name).model_copy(update=update)
@@ -80,10 +88,14 @@ async def next_order(session: ServerSession) -> fleet_pb2.ControllerMessage:
         return whole(await anext(aiter(session.outbox.messages())))
 
 
-def whole(order: fleet_pb2.ControllerMessage | JoinedOrder) -> fleet_pb2.ControllerMessage:
+def whole(
+    order: fleet_pb2.ControllerMessage | JoinedOrder,
+) -> fleet_pb2.ControllerMessage:
     """The order as the server reads it."""
     is_joined = isinstance(order, JoinedOrder)
-    return fleet_pb2.ControllerMessage.FromString(order.encoded()) if is_joined else order
+    return (
+        fleet_pb2.ControllerMessage.FromString(order.encoded()) if is_joined else order
+    )
 
 
 def sent(session: ServerSession) -> list[str]:
@@ -142,7 +154,9 @@ class Scene:
         assert self.publisher.start(self.start_of(order))
         return order
 
-    async def served(self, order: weights_pb2.PublishOrder) -> trainer_pb2.PublishReceipt:
+    async def served(
+        self, order: weights_pb2.PublishOrder
+    ) -> trainer_pb2.PublishReceipt:
         """The trainer's receipt once it has sent; the first server has loaded, and then serves."""
         finishing = self.finish(order.publish_id)
         self.say(order.publish_id, LOADED, bucket_digests=DIGESTS)
@@ -163,14 +177,22 @@ class Scene:
             publish_id=order.publish_id, communicator=order.communicator
         )
 
-    def finish(self, publish_id: str, **changed: Any) -> asyncio.Task[trainer_pb2.PublishReceipt]:
-        probe = weights_pb2.Probe(expected_logprobs=pack_logprobs(np.zeros(1, np.float32)))
+    def finish(
+        self, publish_id: str, **changed: Any
+    ) -> asyncio.Task[trainer_pb2.PublishReceipt]:
+        probe = weights_pb2.Probe(
+            expected_logprobs=pack_logprobs(np.zeros(1, np.float32))
+        )
         values = {"publish_id": publish_id, "bucket_digests": DIGESTS, "probe": probe}
         result = trainer_pb2.PublishResult(**values | changed)
         return self.tasks.create_task(self.publisher.finish(result))
 
     def say(
-        self, publish_id: str, phase: int, session: ServerSession | None = None, **values: Any
+        self,
+        publish_id: str,
+        phase: int,
+        session: ServerSession | None = None,
+        **values: Any,
     ) -> None:
         """A report of `session`, else of the server that was first."""
         report = fleet_pb2.PublishReport(publish_id=publish_id, phase=phase, **values)

@@ -43,7 +43,9 @@ def main() -> int:
         log = folder / f"{name}.tail"
         submit = [RAY, "job", "submit", address, f"--submission-id={name}"]
         with log.open("wb") as output:
-            job = subprocess.Popen([*submit, "--", "sh", "-c", run], stdout=output, stderr=output)
+            job = subprocess.Popen(
+                [*submit, "--", "sh", "-c", run], stdout=output, stderr=output
+            )
         while job.poll() is None:
             text = log.read_text()
             steps = [int(matches) for matches in re.findall(r"step +(\d+)/", text)]
@@ -59,7 +61,9 @@ def main() -> int:
             time.sleep(0.5)
         codes.append(job.returncode)
         with (folder / f"{name}.log").open("wb") as output:
-            subprocess.run([RAY, "job", "logs", address, name], stdout=output, check=True)
+            subprocess.run(
+                [RAY, "job", "logs", address, name], stdout=output, check=True
+            )
     return int(bool(deaths) or codes[0] == 0 or codes[1] != 0)
 
 

@@ -89,7 +89,9 @@ class Rig:
         name, sizes = SHAPES[self.options.shape]
         config = getattr(transformers, name)(**sizes, max_position_embeddings=4096)
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16
+        )
         model.save_pretrained(self.folder)
         make_tokenizer(self.folder)
         first = load_file(self.folder / "model.safetensors")
@@ -97,9 +99,9 @@ class Rig:
         for label, seed in (("a", 1), ("b", 2), ("c", 3)):
             generator = torch.Generator().manual_seed(seed)
             self.weights[label] = {
-                name: (tensor + 0.02 * torch.randn(tensor.shape, generator=generator)).to(
-                    tensor.dtype
-                )
+                name: (
+                    tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
+                ).to(tensor.dtype)
                 for name, tensor in first.items()
             }
             save_file(self.weights[label], self.file(label), metadata={"format": "pt"})
@@ -152,7 +154,9 @@ class Rig:
             if isinstance(self.sender, NcclSender):
                 self.sender.kill()
             gpu = self.options.sender_gpu
-            self.sender = NcclSender(name, gpu=gpu, num_workers=workers, deadline_s=10.0)
+            self.sender = NcclSender(
+                name, gpu=gpu, num_workers=workers, deadline_s=10.0
+            )
 
     async def publish(
         self, label: str, *, bucket_mib: float, max_buckets: int | None = None
@@ -181,7 +185,9 @@ class Rig:
         await self.engine.pauses.resume(PolicyVersion(0, self.publishes))
         clock.append(time.perf_counter())
         self.sent[PolicyVersion(0, self.publishes)] = label
-        stages = zip(("prepare", "receive_call", "resume"), clock, clock[1:], strict=False)
+        stages = zip(
+            ("prepare", "receive_call", "resume"), clock, clock[1:], strict=False
+        )
         say(
             "publish",
             weights=label,
@@ -195,7 +201,10 @@ class Rig:
             receive_ms=round(1e3 * loaded.stages.receive_s, 2),
             load_ms=round(1e3 * loaded.stages.load_s, 2),
             still_ms=round(1e3 * (clock[-1] - clock[1]), 2),
-            **{f"{name}_ms": round(1e3 * (end - begin), 2) for name, begin, end in stages},
+            **{
+                f"{name}_ms": round(1e3 * (end - begin), 2)
+                for name, begin, end in stages
+            },
         )
 
     async def score(self) -> np.ndarray:
@@ -215,7 +224,11 @@ class Rig:
         own: list[float] = []
         other: list[float] = []
         sequences = [[*prompt, *reply.token_ids.tolist()] for prompt, reply in replies]
-        labels = {self.sent[span.version] for _, reply in replies for span in reply.version_spans}
+        labels = {
+            self.sent[span.version]
+            for _, reply in replies
+            for span in reply.version_spans
+        }
         for label in sorted(labels):
             await self.publish(label, bucket_mib=bucket_mib)
             scores = await self.engine.teacher_forced_logprobs(sequences)
@@ -238,10 +251,16 @@ def parsed(description: str | None) -> argparse.Namespace:
     parser.add_argument("--bucket-mib", type=float, default=0.05)
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     parser.add_argument("--sender-gpu", default="0", help="for CUDA_VISIBLE_DEVICES")
-    parser.add_argument("--graphs", action="store_true", help="compile and capture graphs")
-    parser.add_argument("--quantization", default="off", help="rollout_server.quantization")
+    parser.add_argument(
+        "--graphs", action="store_true", help="compile and capture graphs"
+    )
+    parser.add_argument(
+        "--quantization", default="off", help="rollout_server.quantization"
+    )
     parser.add_argument("--kv-cache-dtype", default="auto", help="vLLM's argument")
-    parser.add_argument("--plain", action="store_true", help="no prepacked matrices on a CPU")
+    parser.add_argument(
+        "--plain", action="store_true", help="no prepacked matrices on a CPU"
+    )
     return parser.parse_args()
 
 
@@ -311,7 +330,9 @@ async def story(rig: Rig, bucket_mib: float) -> None:
     count = 16 if process.is_cpu_build() else 256
     prompts = [[(7 * n + k) % 90 + 2 for k in range(64)] for n in range(count)]
     running = [
-        asyncio.create_task(rig.engine.requests.generate(f"r{n}", prompt, sampling, 300))
+        asyncio.create_task(
+            rig.engine.requests.generate(f"r{n}", prompt, sampling, 300)
+        )
         for n, prompt in enumerate(prompts)
     ]
     before = rig.engine.requests.use().generated_tokens
@@ -335,7 +356,9 @@ async def story(rig: Rig, bucket_mib: float) -> None:
     warm = [(3 * n) % 90 + 2 for n in range(200)]
     for label, rests in (("b", False), ("c", True)):
         cached = [
-            (await rig.engine.requests.generate(f"{label}{n}", warm, sampling, 2)).cached_tokens
+            (
+                await rig.engine.requests.generate(f"{label}{n}", warm, sampling, 2)
+            ).cached_tokens
             for n in range(2)
         ]
         if rests:

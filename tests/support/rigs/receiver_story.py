@@ -26,7 +26,9 @@ def run_program(*command: str, limit_s: float) -> str:
         return str(text)
     paths = os.pathsep.join(sys.path)
     done = completed(
-        [sys.executable, *command], env=os.environ | {"PYTHONPATH": paths}, timeout=limit_s
+        [sys.executable, *command],
+        env=os.environ | {"PYTHONPATH": paths},
+        timeout=limit_s,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout
@@ -42,7 +44,9 @@ def _forked(_rank: int, command: tuple[str, ...]) -> list[str]:
         return [file.read()]
 
 
-def run_rig(folder: Path, *arguments: str, limit_s: float) -> dict[str, list[dict[str, Any]]]:
+def run_rig(
+    folder: Path, *arguments: str, limit_s: float
+) -> dict[str, list[dict[str, Any]]]:
     """The lines of its report by their kind."""
     program = str(RIGS / "receiver_rig.py")
     ended = run_program(program, str(folder), *arguments, limit_s=limit_s)
@@ -56,7 +60,10 @@ def run_rig(folder: Path, *arguments: str, limit_s: float) -> dict[str, list[dic
 
 
 def judge(
-    report: dict[str, list[dict[str, Any]]], *, score_rounding: float = 0.0, by_plan: bool = True
+    report: dict[str, list[dict[str, Any]]],
+    *,
+    score_rounding: float = 0.0,
+    by_plan: bool = True,
 ) -> None:
     """What holds over any transport, for a model that a plan covers if `by_plan`.
 
@@ -66,7 +73,9 @@ def judge(
     publishes = report["publish"]
     assert all(publish["digests_agree"] for publish in publishes)
     # The first of each layout proves the plan, also when it was left unused by a failure.
-    loader = [number for number, publish in enumerate(publishes) if not publish["by_plan"]]
+    loader = [
+        number for number, publish in enumerate(publishes) if not publish["by_plan"]
+    ]
     assert loader == ([0, 6] if by_plan else list(range(len(publishes))))
     # An update that comes while nothing runs is never staged.
     assert not any(publish["staged"] for publish in publishes if not publish["is_busy"])

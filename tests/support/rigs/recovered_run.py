@@ -81,7 +81,14 @@ class Played:
 
 
 def config_of(
-    folder: Path, model: Path, *, turns: int, steps: int, groups: int, recover: bool, pause_s: float
+    folder: Path,
+    model: Path,
+    *,
+    turns: int,
+    steps: int,
+    groups: int,
+    recover: bool,
+    pause_s: float,
 ) -> Path:
     """Writes the settings of a run with two servers."""
     shutil.copy(counted_turns.__file__, folder / "user_agents.py")
@@ -103,7 +110,11 @@ def config_of(
         # A lost process is no fault of an episode.
         controller__max_attempts=100,
         rollout_server={"count": 2, "max_episodes": 64},
-        algorithm={"group_size": GROUP_SIZE, "groups_per_step": groups, "learning_rate": 1e-9},
+        algorithm={
+            "group_size": GROUP_SIZE,
+            "groups_per_step": groups,
+            "learning_rate": 1e-9,
+        },
         sampling={
             "max_reply_tokens": 8,
             "max_episode_tokens": 128,
@@ -137,7 +148,9 @@ def sampled_twice(notes: Path, *, turns: int, ended_s: float) -> int:
         if len(course.turns) > course.num_turns:
             by_turn = Counter(turn for turn, _ in course.turns.values())
             repeated = {turn for turn, number in by_turn.items() if number > 1}
-            tokens += sum(size for turn, size in course.turns.values() if turn in repeated)
+            tokens += sum(
+                size for turn, size in course.turns.values() if turn in repeated
+            )
     return tokens
 
 
@@ -179,9 +192,13 @@ async def play(
     trajectories = trained_trajectories(folder / "run")
     rewards: defaultdict[int, list[float]] = defaultdict(list)
     for trajectory in trajectories:
-        rewards[trajectory.task_index % counted_turns.NUM_TASKS].append(trajectory.reward)
+        rewards[trajectory.task_index % counted_turns.NUM_TASKS].append(
+            trajectory.reward
+        )
     metrics = [trajectory.metrics for trajectory in trajectories]
-    members = Counter((trajectory.group_id, trajectory.member) for trajectory in trajectories)
+    members = Counter(
+        (trajectory.group_id, trajectory.member) for trajectory in trajectories
+    )
     return Played(
         kills=dict(kills),
         episodes=len(trajectories),
@@ -243,7 +260,11 @@ def main() -> int:
     options = parser.parse_args()
     options.folder.mkdir(parents=True)
     model = make_model_folder(options.folder / "tiny")
-    sizes = {"turns": options.turns, "groups": options.groups, "limit_s": options.limit_s}
+    sizes = {
+        "turns": options.turns,
+        "groups": options.groups,
+        "limit_s": options.limit_s,
+    }
     quiet_steps = -(-counted_turns.NUM_TASKS // options.groups)
     quiet = asyncio.run(
         play(
@@ -269,7 +290,10 @@ def main() -> int:
     )
     figures = asdict(harmed)
     del figures["rewards"]
-    figures |= {"unequal_rewards": unequal_rewards(quiet, harmed), "quiet_s": quiet.wall_s}
+    figures |= {
+        "unequal_rewards": unequal_rewards(quiet, harmed),
+        "quiet_s": quiet.wall_s,
+    }
     figures |= {"tasks_compared": len(quiet.rewards.keys() & harmed.rewards.keys())}
     print(json.dumps(figures))
     return int(bool(harmed.sampled_twice or harmed.trained_twice or harmed.faults))

@@ -47,11 +47,19 @@ REPLY_TOKENS = 40
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="a folder for models and results")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a folder for models and results"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
-    parser.add_argument("--eager", action="store_true", help="no torch.compile, no CUDA graphs")
-    parser.add_argument("--engine-tp", type=int, default=1, metavar="N", help="workers of vLLM")
-    parser.add_argument("--phase", choices=tuple(PHASES), help="one alone; default: one by one")
+    parser.add_argument(
+        "--eager", action="store_true", help="no torch.compile, no CUDA graphs"
+    )
+    parser.add_argument(
+        "--engine-tp", type=int, default=1, metavar="N", help="workers of vLLM"
+    )
+    parser.add_argument(
+        "--phase", choices=tuple(PHASES), help="one alone; default: one by one"
+    )
     arguments = parser.parse_args()
     if arguments.phase is not None:
         phase = {"generate": generate, "learn": learn}[arguments.phase]
@@ -166,7 +174,9 @@ async def _generate(config: Config) -> list[Trajectory]:
 
     try:
         await engine.pauses.resume(PolicyVersion(0, 0))
-        running = [asyncio.create_task(episode(member)) for member in range(NUM_EPISODES)]
+        running = [
+            asyncio.create_task(episode(member)) for member in range(NUM_EPISODES)
+        ]
         await until_generated(engine, 5 * NUM_EPISODES, running)
         # The same weights again: everything that runs is computed anew.
         await engine.pauses.pause()
@@ -204,8 +214,16 @@ def learn(folder: Path, config: Config) -> None:
     facts |= gaps.both("_disturbed")
     for weight, before in weights:
         weight.data.copy_(before)
-    metrics = TrainingStep(policy, config, step_parts(config, policy)).run(batch).metrics
-    names = ("routing_difference", "routing_unrecorded", "logprob_gap_mean", "loss", "grad_norm")
+    metrics = (
+        TrainingStep(policy, config, step_parts(config, policy)).run(batch).metrics
+    )
+    names = (
+        "routing_difference",
+        "routing_unrecorded",
+        "logprob_gap_mean",
+        "loss",
+        "grad_norm",
+    )
     facts |= {name: metrics[name] for name in names}
     facts |= {"device": policy.ranks.device.type, "dtype": config.model.dtype}
     (folder / "result.json").write_text(json.dumps(facts, indent=1) + "\n")

@@ -49,7 +49,11 @@ EXAMPLE_ENVIRONMENTS = ROOT / "tests" / "support" / "fakes" / "example_environme
 PLAIN_LOOP = ROOT / "tests" / "support" / "references" / "plain_loop.py"
 PROGRAM = Path(sys.executable).with_name("slipstream")
 # There is no script if the packages are only on PYTHONPATH.
-COMMAND = [str(PROGRAM)] if PROGRAM.exists() else [sys.executable, "-m", "slipstream.client.cli"]
+COMMAND = (
+    [str(PROGRAM)]
+    if PROGRAM.exists()
+    else [sys.executable, "-m", "slipstream.client.cli"]
+)
 # A command's own imports take half a second.
 COMMANDS = Forks(
     "slipstream.client.cli",
@@ -103,7 +107,9 @@ def empty_model(folder: Path) -> Path:
     return model
 
 
-def write_config(folder: Path, model: Path, *, base: Path = QUICKSTART, **changes: object) -> Path:
+def write_config(
+    folder: Path, model: Path, *, base: Path = QUICKSTART, **changes: object
+) -> Path:
     """The settings of `base` as a file in `folder`; `algorithm__max_staleness=0` changes one.
 
     The run lies in `folder`/run, its controller listens at a free port.
@@ -168,7 +174,9 @@ def run_with_logs(folder: Path, *, limit_s: float) -> None:
 
 def trained_trajectories(run: Path) -> list[trajectory_pb2.Trajectory]:
     """All trajectories of the batches in a run's journal."""
-    return [trajectory for batch in batches_of(run) for trajectory in batch.trajectories]
+    return [
+        trajectory for batch in batches_of(run) for trajectory in batch.trajectories
+    ]
 
 
 @dataclass(eq=False)
@@ -275,13 +283,18 @@ async def until_event(
     pytest.fail("\n".join(seen))
 
 
-async def until_step(client: Client, step: int, *, limit_s: float = START_LIMIT_S) -> Event:
+async def until_step(
+    client: Client, step: int, *, limit_s: float = START_LIMIT_S
+) -> Event:
     """The event of the first step that makes version `step` or a later one."""
     return await until_event(client, lambda event: event.step >= step, limit_s=limit_s)
 
 
 async def until_status(
-    client: Client, accept: Callable[[RunStatus], bool], *, limit_s: float = START_LIMIT_S
+    client: Client,
+    accept: Callable[[RunStatus], bool],
+    *,
+    limit_s: float = START_LIMIT_S,
 ) -> RunStatus:
     """The first status that `accept` takes; asked for again after each moment's pause."""
     async with asyncio.timeout(limit_s):
@@ -290,7 +303,9 @@ async def until_status(
     return status
 
 
-async def until_gone(processes: list[psutil.Process], *, limit_s: float = START_LIMIT_S) -> None:
+async def until_gone(
+    processes: list[psutil.Process], *, limit_s: float = START_LIMIT_S
+) -> None:
     """Waits until all are gone; fails with those that are left."""
     until_s = time.monotonic() + limit_s
     while alive := [describe(p) for p in processes if is_alive(p)]:
@@ -339,7 +354,9 @@ def summary_of(run: Path) -> dict:
 
 def rows_of(run: Path) -> list[dict]:
     """The lines of metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def records_of(run: Path, kind: str = "") -> list[dict]:
@@ -349,7 +366,9 @@ def records_of(run: Path, kind: str = "") -> list[dict]:
 
 def batches_of(run: Path) -> list[trainer_pb2.RecordedBatch]:
     """The batches of a run in which none was set aside."""
-    return [stored_batch(run / "journal", record) for record in records_of(run, "batch")]
+    return [
+        stored_batch(run / "journal", record) for record in records_of(run, "batch")
+    ]
 
 
 def check_finished(run: Path, *, steps: int) -> None:
@@ -359,7 +378,9 @@ def check_finished(run: Path, *, steps: int) -> None:
     assert summary["reward_heldout"] > 0.7 > summary["reward_heldout_first"]
 
 
-def check_refused(result: subprocess.CompletedProcess[str], *parts: str, code: int = 2) -> None:
+def check_refused(
+    result: subprocess.CompletedProcess[str], *parts: str, code: int = 2
+) -> None:
     """A command is refused in one line, which has these parts."""
     assert result.returncode == code, (result.stdout, result.stderr)
     assert SLOW.sub("", result.stdout) == ""
@@ -376,7 +397,9 @@ def checked(run: Path) -> dict:
     `slipstream verify` finds no fault in its files either.
     """
     summary = summary_of(run)
-    assert summary["ledger"]["queued"] == summary["ledger"]["in_flight"] == 0, summary["ledger"]
+    assert summary["ledger"]["queued"] == summary["ledger"]["in_flight"] == 0, summary[
+        "ledger"
+    ]
     assert examine(run).faults == []
     return summary
 
@@ -391,4 +414,6 @@ def plain_loop(*arguments: object) -> list[dict]:
     """What `plain_loop.py` prints, from a fresh process."""
     result = completed([sys.executable, str(PLAIN_LOOP), *map(str, arguments)])
     assert result.returncode == 0, result.stderr[-3000:]
-    return [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    return [
+        json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")
+    ]

@@ -35,7 +35,9 @@ class Engine:
     tokens: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     logprobs: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     # The tokens that each token was drawn from, if the scheduler asks for them.
-    kept_sets: dict[str, list[list[int]]] = field(default_factory=lambda: defaultdict(list))
+    kept_sets: dict[str, list[list[int]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
     finished: dict[str, str] = field(default_factory=dict)
     sampled: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sizes: list[int] = field(default_factory=list)
@@ -59,7 +61,9 @@ class Engine:
             if len(self._queue) < self.depth and plan.total_num_scheduled_tokens:
                 return
         if self._queue:
-            for outputs in self.scheduler.update_from_output(*self._queue.popleft()).values():
+            for outputs in self.scheduler.update_from_output(
+                *self._queue.popleft()
+            ).values():
                 self.messages += 1
                 if outputs.scheduler_stats is not None:
                     self.stats.append(outputs.scheduler_stats)
@@ -82,7 +86,11 @@ class Engine:
             [b.block_id for b in pool.free_block_queue.get_all_free_blocks()],
             {
                 name: (
-                    (request.status, request.prefill_stats is None, len(request.events)),
+                    (
+                        request.status,
+                        request.prefill_stats is None,
+                        len(request.events),
+                    ),
                     (request.num_computed_tokens, request.num_output_placeholders),
                     (request.num_in_flight_tokens, request.num_stale_output_tokens),
                     (request.is_prefill_chunk, request.next_decode_eligible_step),
@@ -93,7 +101,10 @@ class Engine:
         )
 
     def _picture(self, plan: Any) -> Any:  # noqa: ANN401 - vLLM's
-        new = [(n.req_id, n.block_ids, n.num_computed_tokens) for n in plan.scheduled_new_reqs]
+        new = [
+            (n.req_id, n.block_ids, n.num_computed_tokens)
+            for n in plan.scheduled_new_reqs
+        ]
         gone = (plan.finished_req_ids, plan.preempted_req_ids)
         scheduled = dict(plan.num_scheduled_tokens)
         # Ours has them up to date in no other steps, as in an engine.
@@ -112,7 +123,9 @@ class Engine:
         for new in plan.scheduled_new_reqs:
             self._computed[new.req_id] = new.num_computed_tokens
         cached = plan.scheduled_cached_reqs
-        self._computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        self._computed |= dict(
+            zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        )
         ids: list[list[int]] = []
         for name in names:
             request = self.scheduler.requests[name]
@@ -140,7 +153,9 @@ class Engine:
             )
             if names
             else None,
-            sampling_masks=kept_sets_of(ids) if self.scheduler.return_sampling_mask else None,
+            sampling_masks=kept_sets_of(ids)
+            if self.scheduler.return_sampling_mask
+            else None,
         )
 
     def _take(self, output: Any) -> None:  # noqa: ANN401 - vLLM's
@@ -150,7 +165,10 @@ class Engine:
         self.tokens[name] += output.new_token_ids
         if output.new_logprobs is not None:
             self.logprobs[name] += output.new_logprobs.logprobs[:, 0].tolist()
-            assert output.new_logprobs.logprob_token_ids[:, 0].tolist() == output.new_token_ids
+            assert (
+                output.new_logprobs.logprob_token_ids[:, 0].tolist()
+                == output.new_token_ids
+            )
         if output.new_sampling_mask is not None:
             self.kept_sets[name] += output.new_sampling_mask.to_nested_list()
         if output.finish_reason is not None:
@@ -171,16 +189,25 @@ def kept_sets_of(sampled: list[list[int]]) -> SamplingMaskLists:
     )
 
 
-def scheduler_of(cls: type, settings: Any, num_blocks: int, window: int | None = None) -> Any:  # noqa: ANN401
+def scheduler_of(
+    cls: type, settings: Any, num_blocks: int, window: int | None = None
+) -> Any:  # noqa: ANN401
     """A scheduler with one group of layers, which see `window` tokens or all."""
-    sizes = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    sizes = {
+        "block_size": BLOCK,
+        "num_kv_heads": 1,
+        "head_size": 32,
+        "dtype": torch.float32,
+    }
     spec = FullAttentionSpec(**sizes)
     if window is not None:
         spec = SlidingWindowSpec(**sizes, sliding_window=window)
     settings.cache_config.num_gpu_blocks = num_blocks
     return cls(
         vllm_config=settings,
-        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
+        kv_cache_config=KVCacheConfig(
+            num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]
+        ),
         structured_output_manager=StructuredOutputManager(settings),
         block_size=BLOCK,
         hash_block_size=BLOCK,
@@ -202,4 +229,6 @@ def add(
     settings = {"logprobs": 0, "output_kind": RequestOutputKind.FINAL_ONLY} | parameters
     sampling = SamplingParams(max_tokens=limit, ignore_eos=eos is None, **settings)
     sampling.update_from_generation_config({}, eos)
-    engine.scheduler.add_request(Request(name, list(prompt), sampling, None, block_hasher=hasher))
+    engine.scheduler.add_request(
+        Request(name, list(prompt), sampling, None, block_hasher=hasher)
+    )

@@ -27,7 +27,9 @@ def parse_folders(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     for name in ("folder", "sent", "output"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--stages", type=int, default=1, help="of the engine's pipeline")
+    parser.add_argument(
+        "--stages", type=int, default=1, help="of the engine's pipeline"
+    )
     return parser.parse_args()
 
 
@@ -37,7 +39,9 @@ async def seen_twice(
     **sections: Mapping[str, object],
 ) -> tuple[Seen, Seen, LoadedWeights]:
     """What `look` sees of the engine as it was loaded and after the publish, which is last."""
-    (first, second), loaded = await seen_each_time(options, look, [options.sent], **sections)
+    (first, second), loaded = await seen_each_time(
+        options, look, [options.sent], **sections
+    )
     return first, second, loaded
 
 

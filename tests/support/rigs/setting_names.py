@@ -14,6 +14,10 @@ def setting_exists(name: str) -> bool:
             return False
         kinds = [model.model_fields[part].annotation]
         kinds += [argument for kind in kinds for argument in typing.get_args(kind)]
-        tables = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        tables = [
+            kind
+            for kind in kinds
+            if isinstance(kind, type) and issubclass(kind, BaseModel)
+        ]
         model = tables[0] if tables else None
     return True

@@ -70,7 +70,9 @@ def _path() -> str:
 class SlurmCluster:
     """`slurmctld` and a `slurmd` for each node; a context manager."""
 
-    def __init__(self, folder: Path, *, nodes: int, environ: Mapping[str, str] = {}) -> None:
+    def __init__(
+        self, folder: Path, *, nodes: int, environ: Mapping[str, str] = {}
+    ) -> None:
         """`folder` has a short path, since sockets lie in it."""
         self.folder = folder
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
@@ -89,7 +91,10 @@ class SlurmCluster:
         addresses |= {name: f"{SUBNET}.{10 + at}" for at, name in enumerate(self.nodes)}
         lines = [f"{address} {name}\n" for name, address in addresses.items()]
         (self.folder / "names").write_text("127.0.0.1 localhost\n" + "".join(lines))
-        nodes = [f"NodeName={name} NodeAddr={addresses[name]} Port=17000" for name in self.nodes]
+        nodes = [
+            f"NodeName={name} NodeAddr={addresses[name]} Port=17000"
+            for name in self.nodes
+        ]
         text = CONFIG.format(subnet=SUBNET, folder=self.folder, nodes="\n".join(nodes))
         (self.folder / "slurm.conf").write_text(text)
         key = self.folder / "munge.key"
@@ -99,8 +104,14 @@ class SlurmCluster:
         for name, address in addresses.items():
             self._network.add_host(name, address)
         munged = ["munged", "--foreground", "--force", f"--key-file={key}"]
-        munged += [f"--socket={self.folder}/munge.socket", f"--pid-file={self.folder}/munge.pid"]
-        munged += [f"--seed-file={self.folder}/munge.seed", f"--log-file={self.folder}/munge.log"]
+        munged += [
+            f"--socket={self.folder}/munge.socket",
+            f"--pid-file={self.folder}/munge.pid",
+        ]
+        munged += [
+            f"--seed-file={self.folder}/munge.seed",
+            f"--log-file={self.folder}/munge.log",
+        ]
         self._start("munged", "head", munged)
         self._start("slurmctld", "head", ["slurmctld", "-D", "-c"])
         for name in self.nodes:
@@ -124,8 +135,13 @@ class SlurmCluster:
     def wait_for_nodes(self, count: int) -> None:
         """Waits until so many nodes take jobs."""
         for _ in poll(START_LIMIT_S, every_s=0.5):
-            shown = self.call("sinfo", "--noheader", "--Node", "--format=%N %T", check=False)
-            if len({line.split()[0] for line in shown.splitlines() if " idle" in line}) == count:
+            shown = self.call(
+                "sinfo", "--noheader", "--Node", "--format=%N %T", check=False
+            )
+            if (
+                len({line.split()[0] for line in shown.splitlines() if " idle" in line})
+                == count
+            ):
                 return
         raise TimeoutError(f"nodes of Slurm: {self.call('sinfo', '--Node', '--long')}")
 
@@ -168,7 +184,9 @@ class SlurmCluster:
     def _enter(self, host: str) -> list[str]:
         """The words before a command on a host: its network, its name and all hosts' names."""
         pid = self._network.hosts[host].pid
-        script = f'mount --bind {self.folder}/names /etc/hosts; hostname {host}; exec "$@"'
+        script = (
+            f'mount --bind {self.folder}/names /etc/hosts; hostname {host}; exec "$@"'
+        )
         inside = ["unshare", "--mount", "--uts", "sh", "-eu", "-c", script, "sh"]
         return ["nsenter", f"--net=/proc/{pid}/ns/net", *inside]
 

@@ -16,7 +16,9 @@ SMALLEST = ROOT / "deploy" / "configs" / "smallest.toml"
 def plain_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that the test starts have vLLM's plain engine, see `plain_engine_hook`."""
     hook = plain_engine_hook.install(tmp_path / "hook")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(hook), os.getenv("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(hook), os.getenv("PYTHONPATH", "")])
+    )
 
 
 # Settings of a run that is over soon.

@@ -33,7 +33,9 @@ def with_small_cache(config: Config) -> Config:
     """The same with few blocks of KV cache, unless its table for vLLM says how many."""
     server = config.rollout_server
     table = {"num_gpu_blocks_override": NUM_BLOCKS, **server.engine}
-    return config.model_copy(update={"rollout_server": server.model_copy(update={"engine": table})})
+    return config.model_copy(
+        update={"rollout_server": server.model_copy(update={"engine": table})}
+    )
 
 
 def become_a_server(config: Config) -> None:
@@ -88,7 +90,9 @@ async def publish(
     **sending: Any,
 ) -> LoadedWeights:
     """A whole publish; the engine serves the order's version afterwards. `sending`: see `send`."""
-    sent = asyncio.create_task(asyncio.to_thread(sender.send, layout, tensors, **sending))
+    sent = asyncio.create_task(
+        asyncio.to_thread(sender.send, layout, tensors, **sending)
+    )
     try:
         await engine.prepare_weights(order, layout, 1)
         loaded = await engine.receive_weights(order.publish_id)
@@ -99,7 +103,9 @@ async def publish(
     return loaded
 
 
-async def until_generated(engine: Engine, count: int, replies: Sequence[asyncio.Task[Any]]) -> None:
+async def until_generated(
+    engine: Engine, count: int, replies: Sequence[asyncio.Task[Any]]
+) -> None:
     """Waits until the engine has generated `count` tokens; fails when every reply has ended.
 
     A reply that failed raises here.
@@ -111,5 +117,7 @@ async def until_generated(engine: Engine, count: int, replies: Sequence[asyncio.
         # Counted before the reply is handed out.
         generated = engine.requests.use().generated_tokens
         if len(ended) == len(replies) and generated < count:
-            raise AssertionError(f"all replies ended with {generated} tokens of {count}")
+            raise AssertionError(
+                f"all replies ended with {generated} tokens of {count}"
+            )
         await asyncio.sleep(0.005)

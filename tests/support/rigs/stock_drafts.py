@@ -12,7 +12,9 @@ PROMPTS = [[1, 4 + n, 5 + n % 7, 6, 3] for n in range(8)]
 NUM_TOKENS = 100
 
 
-def replies(model: str, drafts: dict[str, object] | None) -> tuple[list[list[int]], dict[str, int]]:
+def replies(
+    model: str, drafts: dict[str, object] | None
+) -> tuple[list[list[int]], dict[str, int]]:
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -29,7 +31,9 @@ def replies(model: str, drafts: dict[str, object] | None) -> tuple[list[list[int
     prompts = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
     generation = engine.generate(prompts, sampling, use_tqdm=False)
     values = {
-        metric.name: metric.value for metric in engine.get_metrics() if hasattr(metric, "value")
+        metric.name: metric.value
+        for metric in engine.get_metrics()
+        if hasattr(metric, "value")
     }
     kinds = ("draft", "accepted")
     names = {kind: f"vllm:spec_decode_num_{kind}_tokens" for kind in kinds if drafts}

@@ -8,7 +8,12 @@ import numpy.typing as npt
 import torch
 from slipstream.extensions.stored_weights.storage import Storage, Until
 from slipstream.extensions.stored_weights.trainer import RankObjects
-from slipstream.protocol.weights.buckets import Bucket, TensorSpec, layout_to_pb, plan_buckets
+from slipstream.protocol.weights.buckets import (
+    Bucket,
+    TensorSpec,
+    layout_to_pb,
+    plan_buckets,
+)
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
 from slipstream.v1 import trajectory_pb2, weights_pb2
 
@@ -34,7 +39,9 @@ def first_content() -> Content:
     for data, bucket in zip(content, BUCKETS, strict=True):
         for span in bucket.spans:
             end = span.offset_bytes + span.tensor.num_bytes
-            data[span.offset_bytes : end] = random.integers(0, 256, span.tensor.num_bytes)
+            data[span.offset_bytes : end] = random.integers(
+                0, 256, span.tensor.num_bytes
+            )
     return content
 
 
@@ -64,18 +71,24 @@ class StoredVersions:
         self.storage = Storage(url)
         self.layout = layout_to_pb(TENSORS, BUCKET_BYTES)
         self.writers = [
-            RankObjects(list(BUCKETS), sender, self.storage, object_bytes=150_000, pin=False)
+            RankObjects(
+                list(BUCKETS), sender, self.storage, object_bytes=150_000, pin=False
+            )
             for sender in (0, 1)
         ]
         self.chain: list[weights_pb2.StoredLink] = []
 
-    def write(self, step: int, content: Content, *, whole: bool) -> weights_pb2.StoredWeights:
+    def write(
+        self, step: int, content: Content, *, whole: bool
+    ) -> weights_pb2.StoredWeights:
         links = []
         digests = digests_of(content)
         for writer in self.writers:
             for place, (bucket, data) in enumerate(zip(BUCKETS, content, strict=True)):
                 writer.take(place, bucket, torch.from_numpy(data))
-            links.append(writer.write(f"run/v{step}", digests, whole=whole, until=soon()))
+            links.append(
+                writer.write(f"run/v{step}", digests, whole=whole, until=soon())
+            )
         link = weights_pb2.StoredLink(
             version=trajectory_pb2.PolicyVersion(step=step), bucket_digests=digests
         )

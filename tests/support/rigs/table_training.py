@@ -211,7 +211,9 @@ class TableTraining:
         token_set = order[stays]
         return token, logprob, token_set.tolist()
 
-    def _train(self, batch: Batch) -> tuple[dict[str, float], dict[TrajectoryId, float]]:
+    def _train(
+        self, batch: Batch
+    ) -> tuple[dict[str, float], dict[TrajectoryId, float]]:
         config = self._config
         algorithm = config.algorithm
         objectives = [*objectives_of(config).values()]
@@ -226,7 +228,9 @@ class TableTraining:
         proximal: list[Tensor | None] = [None] * len(micro_batches)
         if len(micro_batches) * algorithm.epochs > 1:
             with torch.no_grad():
-                proximal = [self._policy(micro_batch)[0] for micro_batch in micro_batches]
+                proximal = [
+                    self._policy(micro_batch)[0] for micro_batch in micro_batches
+                ]
         for _ in range(algorithm.epochs):
             for micro_batch, old_logprobs in zip(micro_batches, proximal, strict=True):
                 logprobs, entropy = self._policy(micro_batch)

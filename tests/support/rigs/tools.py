@@ -13,7 +13,9 @@ HOW = "make test-tools has it"
 
 def folder(name: str) -> Path:
     """The folder of a tool: where SLIPSTREAM_NAME says, or where `make test-tools` puts it."""
-    return Path(os.environ.get(f"SLIPSTREAM_{name.upper()}", INSTALLED / name)).absolute()
+    return Path(
+        os.environ.get(f"SLIPSTREAM_{name.upper()}", INSTALLED / name)
+    ).absolute()
 
 
 def add_packages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,4 +26,6 @@ def add_packages(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def program(name: str) -> str | None:
     """The path of a program of this machine, or of one that `make test-tools` has unpacked."""
-    return shutil.which(name) or shutil.which(name, path=str(folder("programs") / "bin"))
+    return shutil.which(name) or shutil.which(
+        name, path=str(folder("programs") / "bin")
+    )

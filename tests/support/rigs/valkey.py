@@ -19,13 +19,19 @@ from pathlib import Path
 from urllib.parse import quote, urlencode
 
 from slipstream.core.errors import ConfigError, QueueError
-from slipstream.core.machine.files import MAX_SOCKET_PATH_BYTES, OwnedFolder, remove_abandoned
+from slipstream.core.machine.files import (
+    MAX_SOCKET_PATH_BYTES,
+    OwnedFolder,
+    remove_abandoned,
+)
 from slipstream.core.machine.process import below_this, send_signal
 from slipstream.core.settings.sections import QueueEnd
 from slipstream.core.types import TrajectoryId
 
 # Commands that a client sends before and around its own commands.
-_CONNECTION = "+auth +hello +ping +select +client|setname +multi +exec +discard +unwatch"
+_CONNECTION = (
+    "+auth +hello +ping +select +client|setname +multi +exec +discard +unwatch"
+)
 _STREAM = "~slipstream:*:trajectories"
 _BYTES = "~slipstream:*:bytes"
 
@@ -62,7 +68,10 @@ CONTROLLER = QueueUser(
 # No client logs in as this user. But many servers load transactions from their files with its
 # rights, and silently drop the transactions that it may not write.
 DEFAULT_USER = "user default off resetpass ~* &* +@all"
-USERS: Mapping[QueueEnd, QueueUser] = {"controller": CONTROLLER, "rollout_server": ROLLOUT_SERVER}
+USERS: Mapping[QueueEnd, QueueUser] = {
+    "controller": CONTROLLER,
+    "rollout_server": ROLLOUT_SERVER,
+}
 
 START_TIMEOUT_S = 20.0
 STOP_TIMEOUT_S = 10.0
@@ -174,7 +183,9 @@ class EmbeddedServer:
 
     @property
     def _socket(self) -> Path:
-        folder = self._folder if self._socket_folder is None else self._socket_folder.path
+        folder = (
+            self._folder if self._socket_folder is None else self._socket_folder.path
+        )
         return folder / "valkey.sock"
 
     def _access_list(self) -> str:

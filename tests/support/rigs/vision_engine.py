@@ -68,7 +68,11 @@ async def main() -> None:
         # vLLM's delta nets on a CPU know no other type.
         model={"dtype": "bfloat16" if has_delta_nets else "float32"},
         algorithm={"router_replay": "rollout" if sizes.experts else "off"},
-        sampling={"max_reply_tokens": REPLY, "max_episode_tokens": LENGTH, "max_images": 2},
+        sampling={
+            "max_reply_tokens": REPLY,
+            "max_episode_tokens": LENGTH,
+            "max_images": 2,
+        },
         rollout_server={"engine": engine},
     )
     print(f"by_plan={loaded.stages.copied}")

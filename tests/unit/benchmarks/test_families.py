@@ -13,7 +13,9 @@ from benchmarks.agreement.families import Rooms, earlier_rows, lines_of, measure
 from benchmarks.agreement.family_shapes import FAMILIES
 from benchmarks.agreement.logprob_gap import config_of, parse_arguments
 
-ARGUMENTS = argparse.Namespace(device="cpu", steps=1, limit_s=1.0, fresh=True, logs=None)
+ARGUMENTS = argparse.Namespace(
+    device="cpu", steps=1, limit_s=1.0, fresh=True, logs=None
+)
 
 
 def test_a_family_that_needs_more_than_a_gpu_has_it_alone() -> None:
@@ -23,7 +25,9 @@ def test_a_family_that_needs_more_than_a_gpu_has_it_alone() -> None:
     assert rooms._left == [100.0]
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2.5-vl", "qwen3-moe", "qwen3-vl-moe", "gpt-oss"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "qwen2.5-vl", "qwen3-moe", "qwen3-vl-moe", "gpt-oss"]
+)
 def test_towers_reply_behind_images_and_mixtures_are_measured_with_replay_too(
     name, tmp_path, monkeypatch
 ):
@@ -35,7 +39,9 @@ def test_towers_reply_behind_images_and_mixtures_are_measured_with_replay_too(
             figures = {"gap_mean": 0.5}
             if "--replay" in command:
                 figures |= {"replayed_gap_mean": 0.25, "routing_difference": 0.01}
-            Path(command[command.index("--out") + 1]).write_text(json.dumps({"figures": figures}))
+            Path(command[command.index("--out") + 1]).write_text(
+                json.dumps({"figures": figures})
+            )
         return ""
 
     monkeypatch.setattr(families, "run", note)
@@ -80,7 +86,14 @@ def test_every_family_has_a_shape_that_is_trained(name, *, tiny, tmp_path, monke
     model = family.config(tiny=tiny)
     model.architectures = family.names.get("architectures", [family.architecture])
     model.save_pretrained(tmp_path / "model")
-    command = ["logprob_gap.py", "--device", "cuda", "--replies", "--model", str(tmp_path)]
+    command = [
+        "logprob_gap.py",
+        "--device",
+        "cuda",
+        "--replies",
+        "--model",
+        str(tmp_path),
+    ]
     command += ["--images"] if family.tower else []
     command += ["--replay"] if family.replays else []
     monkeypatch.setattr(sys, "argv", command)

@@ -45,7 +45,9 @@ def test_speed_up_and_ceiling_are_those_of_the_same_repeat() -> None:
     # 4 / 2.5 and 8 / 2.5; at best 4 / 2 and 8 / 2; 2 / 2.5 of it both times.
     expected = {"speedup": 2.4, "ceiling": 3.0, "share": 0.8, "step_s": 2.5}
     assert shares["2"] == pytest.approx(expected)
-    assert lines[3].startswith("| 2 | 2.50 (2.50-2.50) | 2.40 (1.60-3.20) | 3.00 (2.00-4.00) |")
+    assert lines[3].startswith(
+        "| 2 | 2.50 (2.50-2.50) | 2.40 (1.60-3.20) | 3.00 (2.00-4.00) |"
+    )
     # A tenth of what was trained was there before.
     assert lines[3].endswith("| 0.90 (0.90-0.90) |")
 
@@ -56,7 +58,9 @@ def test_rate_of_generation_is_that_between_heartbeats() -> None:
     with pytest.raises(RuntimeError, match="less than two heartbeats"):
         step_windows.rate(seen)
     # 200 tokens in 0.4 s.
-    assert step_windows.rate([*seen, (240, 0.7), (340, 0.9), (340, 1.0)]) == pytest.approx(500.0)
+    assert step_windows.rate(
+        [*seen, (240, 0.7), (340, 0.9), (340, 1.0)]
+    ) == pytest.approx(500.0)
 
 
 def test_what_is_under_way_counts_for_as_long_as_it_lasts() -> None:
@@ -68,10 +72,14 @@ def test_what_is_under_way_counts_for_as_long_as_it_lasts() -> None:
 @pytest.mark.process
 def test_a_window_that_failed_leaves_what_was_measured_before(tmp_path, monkeypatch):
     monkeypatch.delenv("OUT", raising=False)
-    arguments = argparse.Namespace(device="cpu", shape="small", out=tmp_path / "result.json")
+    arguments = argparse.Namespace(
+        device="cpu", shape="small", out=tmp_path / "result.json"
+    )
     alone = {"generation_s": 2.0, "training_s": 1.0}
     step = {"step_s": 4.0, "lag_mean": 1.0, "generated": 9.0, "tokens": 9.0}
-    figures = asynchrony.Found({"alone": [alone, alone], "0": [step, step], "2": [step]})
+    figures = asynchrony.Found(
+        {"alone": [alone, alone], "0": [step, step], "2": [step]}
+    )
     figures.failures["repeat 2"] = "it took too long"
     lines = asynchrony.write(arguments, figures)
     assert lines[-1] == "best share of the ceiling 0.50, target 0.80"
@@ -96,12 +104,19 @@ def test_broadcast_is_compared_with_one_buffer_of_as_many_bytes() -> None:
         # The trainer waited for the servers, and the first of these for the second.
         "trainer": {"wire_s": 0.009, "wire_bytes": 1e9, "bytes_sent": 1e9},
         "servers": {
-            "server-0": {"paused_s": 0.012, "steps_s": 0.005, "wire_s": 0.006, "receive_s": 0.0064},
+            "server-0": {
+                "paused_s": 0.012,
+                "steps_s": 0.005,
+                "wire_s": 0.006,
+                "receive_s": 0.0064,
+            },
             "server-1": {"paused_s": 0.011, "wire_s": 0.005, "receive_s": 0.0054},
         },
     }
     figures = weight_broadcast.Found(
-        num_bytes=1_000_000_000, raw_wire=[0.003, 0.003, 0.004], raw=[0.004, 0.004, 0.005]
+        num_bytes=1_000_000_000,
+        raw_wire=[0.003, 0.003, 0.004],
+        raw=[0.004, 0.004, 0.005],
     )
     figures.ours["idle"] = [row]
     lines, ratios = weight_broadcast.summary(figures)
@@ -124,8 +139,16 @@ def test_stages_of_an_idle_and_a_busy_engine_stand_side_by_side() -> None:
     def row(sent_s: float, *copied: int) -> dict[str, object]:
         names = ("started_s", "loaded_s", "serving_s", "served_s", "finished_s")
         times = dict.fromkeys(names, 0.001)
-        servers = {f"server-{at}": {"load_s": 0.002, "copied": c} for at, c in enumerate(copied)}
-        return {**times, "sent_s": sent_s, "trainer": {"bytes_sent": 5.0}, "servers": servers}
+        servers = {
+            f"server-{at}": {"load_s": 0.002, "copied": c}
+            for at, c in enumerate(copied)
+        }
+        return {
+            **times,
+            "sent_s": sent_s,
+            "trainer": {"bytes_sent": 5.0},
+            "servers": servers,
+        }
 
     figures = weight_broadcast.Found()
     figures.ours["idle"] = [row(0.006, 1, 1), row(0.008, 1, 0)]
@@ -141,7 +164,9 @@ def test_stages_of_an_idle_and_a_busy_engine_stand_side_by_side() -> None:
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.6B", 0.596), ("8B", 8.19)])
-def test_shapes_have_the_parameters_that_their_names_say(name: str, billions: float) -> None:
+def test_shapes_have_the_parameters_that_their_names_say(
+    name: str, billions: float
+) -> None:
     total = sum(math.prod(sizes) for _, sizes in SHAPES[name].tensors())
     assert total / 1e9 == pytest.approx(billions, rel=0.01)
 

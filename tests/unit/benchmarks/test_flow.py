@@ -19,7 +19,9 @@ def test_a_flow_begins_in_the_middle_of_replies() -> None:
     assert abs(statistics.mean(first_lengths) - 277) < 15
     assert abs(statistics.mean(later_lengths) - 512) < 15
     unstaggered = Turn(1000, 4000, 2000, 256, 768)
-    assert [reply_tokens(seed, unstaggered) for seed in range(3000, 5000)] == later_lengths
+    assert [
+        reply_tokens(seed, unstaggered) for seed in range(3000, 5000)
+    ] == later_lengths
 
 
 def test_a_board_tells_what_was_counted_since_a_copy() -> None:

@@ -19,7 +19,10 @@ def test_table_holds_medians_and_what_they_are_of_peer_and_limit() -> None:
     def turns(*speeds: float, rate: float) -> list[Turn]:
         return [Turn(1e6 / speed, 5.0, speed, rate, 800.0, 70.0) for speed in speeds]
 
-    runs = {OURS: turns(95, 10, 96, rate=400.0), "bare": turns(100, 90, 110, rate=500.0)}
+    runs = {
+        OURS: turns(95, 10, 96, rate=400.0),
+        "bare": turns(100, 90, 110, rate=500.0),
+    }
     assert measure.table(["x"] * 8, rows(runs, 0.92))[2:] == [
         "| slipstream | 10,526.3 (10,416.7-100,000.0) | 5.0 | 95 | 0.950 | 400 | 0.500 | 70.0 |",
         "| bare | 10,000.0 (9,090.9-11,111.1) | 5.0 | 100 | 1.000 | 500 | 0.625 | 70.0 |",

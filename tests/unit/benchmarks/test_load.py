@@ -7,7 +7,9 @@ from support.rigs.controller_runs import make_config, play
 from benchmarks.controller.load import QUEUE_BYTES, LoadServer, LoadTrainer
 
 
-async def test_all_tokens_of_the_load_are_trained_and_none_is_missing(tmp_path: Path) -> None:
+async def test_all_tokens_of_the_load_are_trained_and_none_is_missing(
+    tmp_path: Path,
+) -> None:
     config = make_config(tmp_path, run__steps=20, queue__max_bytes=QUEUE_BYTES)
     address = config.controller.address
     tokens = (4, 8)

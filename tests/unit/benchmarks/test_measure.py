@@ -21,7 +21,9 @@ def test_spread_is_the_median_with_least_and_greatest() -> None:
 @pytest.mark.process
 def test_result_says_machine_versions_and_command(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    monkeypatch.setattr(sys, "argv", [str(measure.ROOT / "benchmarks/a/x.py"), "--repeats", "5"])
+    monkeypatch.setattr(
+        sys, "argv", [str(measure.ROOT / "benchmarks/a/x.py"), "--repeats", "5"]
+    )
     path = measure.write_result("x", {"figure": 1.5}, tmp_path / "results" / "x.json")
     result = json.loads(path.read_text())
     assert result["figure"] == 1.5
@@ -38,7 +40,9 @@ def test_result_does_not_say_where_files_lay(monkeypatch: pytest.MonkeyPatch) ->
     program = str(measure.ROOT / "benchmarks/a/x.py")
     monkeypatch.setattr(sys, "argv", [program, *message.split()])
     assert measure.command() == "python -m benchmarks.a.x --shape 8B --repeats 5"
-    arguments = argparse.Namespace(shape="8B", model_folder=Path("/m/8B"), out=Path("/o"), tp=2)
+    arguments = argparse.Namespace(
+        shape="8B", model_folder=Path("/m/8B"), out=Path("/o"), tp=2
+    )
     assert measure.settings_of(arguments) == {"shape": "8B", "tp": "2"}
 
 
@@ -54,7 +58,9 @@ def test_rows_are_written_while_a_benchmark_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("OUT", str(tmp_path))
     measure.note("x", {"repeat": 1})
     measure.note("x", {"repeat": 2})
-    assert [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [
+    assert [
+        json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()
+    ] == [
         {"repeat": 1},
         {"repeat": 2},
     ]

@@ -15,7 +15,9 @@ PAGES = sorted(report.RESULTS.glob("*.md"))
 def test_a_page_shows_its_results_as_they_are(page: Path) -> None:
     text = page.read_text()
     assert text.count("<!-- results ") == text.count("<!-- end -->")
-    assert report.fill(text, report.RESULTS) == text, "run python -m benchmarks.common.report"
+    assert report.fill(text, report.RESULTS) == text, (
+        "run python -m benchmarks.common.report"
+    )
 
 
 def test_a_result_that_is_not_there_is_not_measured_yet(tmp_path: Path) -> None:
@@ -25,8 +27,15 @@ def test_a_result_that_is_not_there_is_not_measured_yet(tmp_path: Path) -> None:
 
 
 def test_every_result_with_a_table_is_shown() -> None:
-    shown = set(re.findall(r"<!-- results (\S+) -->", "".join(page.read_text() for page in PAGES)))
-    results = {path.stem: json.loads(path.read_text()) for path in report.RESULTS.glob("*.json")}
+    shown = set(
+        re.findall(
+            r"<!-- results (\S+) -->", "".join(page.read_text() for page in PAGES)
+        )
+    )
+    results = {
+        path.stem: json.loads(path.read_text())
+        for path in report.RESULTS.glob("*.json")
+    }
     assert {name for name, result in results.items() if result.get("table")} == shown
 
 
@@ -43,7 +52,10 @@ def test_figures_of_the_readme_are_those_of_the_short_page() -> None:
     cells += re.findall(r"^\| .*", readme.split("\n## ")[0], re.MULTILINE)
     figures = {figure for cell in cells for figure in FIGURE.findall(cell)}
     assert len(figures) > 6
-    assert figures - set(FIGURE.findall((root / "docs" / "performance.md").read_text())) == set()
+    assert (
+        figures - set(FIGURE.findall((root / "docs" / "performance.md").read_text()))
+        == set()
+    )
 
 
 def test_figures_of_the_short_page_are_those_of_the_results() -> None:
@@ -63,7 +75,9 @@ def test_plots_are_drawn_from_the_results(tmp_path: Path) -> None:
     for name in plots.PLOTS:
         plot = tmp_path / f"plot-{name}.svg"
         assert plot.stat().st_size < 40_000
-        assert plot.read_text() == (plots.IMAGES / plot.name).read_text(), "run make plots"
+        assert plot.read_text() == (plots.IMAGES / plot.name).read_text(), (
+            "run make plots"
+        )
 
 
 @pytest.mark.parametrize("name", plots.PLOTS)

@@ -16,7 +16,12 @@ from slipstream.core.configuration.config_file import parse_config
 from benchmarks.whole_systems import peers, prime, verl, verl_work
 from benchmarks.whole_systems.compare import known
 from benchmarks.whole_systems.setup import System, our_config
-from benchmarks.whole_systems.tables import fewest_fixed_steps, figures, table_of, windows
+from benchmarks.whole_systems.tables import (
+    fewest_fixed_steps,
+    figures,
+    table_of,
+    windows,
+)
 from benchmarks.whole_systems.work import VARIABLE, Replies, Work
 
 
@@ -57,7 +62,9 @@ def test_steps_that_settle_or_hold_replies_of_both_lengths_do_not_count(
     )
 
 
-@pytest.mark.parametrize(("ahead", "wave", "fewest"), [(4, 2, 24), (4, 1, 20), (0, 1, 2)])
+@pytest.mark.parametrize(
+    ("ahead", "wave", "fewest"), [(4, 2, 24), (4, 1, 20), (0, 1, 2)]
+)
 def test_fewer_steps_of_fixed_lengths_have_no_window(ahead, wave, fewest, monkeypatch):
     for fixed_steps in (fewest - 1, fewest):
         system, _ = system_of(monkeypatch, ahead, fixed_steps, steps=50)
@@ -104,15 +111,26 @@ FLASH = {"attention_config": {"backend": "FLASH_ATTN"}}
         ("ours", {"count": 1, "devices": None}),
         ("ours-both-off", {"count": 2, "devices": (1, 0)}),
         ("ours-fp8", {"quantization": "fp8_per_channel"}),
-        ("ours-kv8", {"engine": {"kv_cache_memory_bytes": 1 << 30, "kv_cache_dtype": "fp8"}}),
+        (
+            "ours-kv8",
+            {"engine": {"kv_cache_memory_bytes": 1 << 30, "kv_cache_dtype": "fp8"}},
+        ),
         ("ours-flash", {"engine": {"kv_cache_memory_bytes": 1 << 30, **FLASH}}),
     ],
 )
 def test_the_words_of_a_system_are_settings_of_its_run(name, settings, tmp_path):
     sizes = {"memory": 0.3, "kv_gib": 1, "episodes": 64}
-    work = {"group": 4, "sequences": 16, "staleness": 4, "micro_tokens": 4096, "run_s": 60.0}
+    work = {
+        "group": 4,
+        "sequences": 16,
+        "staleness": 4,
+        "micro_tokens": 4096,
+        "run_s": 60.0,
+    }
     work |= {"learner": '{"parallel": {"ep": 1}}', "servers": 1}
-    arguments = argparse.Namespace(device="cuda", systems=[known(name)], **sizes, **work)
+    arguments = argparse.Namespace(
+        device="cuda", systems=[known(name)], **sizes, **work
+    )
     system = System(name, tmp_path, 4, tmp_path, Work(fixed=0), 1, 2)
     config = parse_config(
         tomllib.loads(our_config(arguments, system, tmp_path)), source="the benchmark"
@@ -144,7 +162,10 @@ def test_ours_is_compared_with_the_best_peer_at_the_same_lengths() -> None:
             "trl-async, lognormal": run(50.0),
         }
     )
-    ratios = {cells[1].strip(): cells[3].strip() for cells in (line.split("|") for line in lines)}
+    ratios = {
+        cells[1].strip(): cells[3].strip()
+        for cells in (line.split("|") for line in lines)
+    }
     assert ratios["ours, fixed"] == "2.00"
     assert ratios["ours, lognormal"] == "4.00"
     assert ratios["trl-async, fixed"] == ""
@@ -165,7 +186,9 @@ def test_every_system_draws_the_same_lengths(monkeypatch: pytest.MonkeyPatch) ->
     assert message != work.prompt(6)[0]
 
 
-async def test_the_first_episode_of_a_process_is_a_trial_and_does_not_wait(tmp_path: Path) -> None:
+async def test_the_first_episode_of_a_process_is_a_trial_and_does_not_wait(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "asked"
     gate = tmp_path / "gate"
     environment = Replies({"fixed": 10, "tokens": 7}, str(folder), str(gate))
@@ -195,7 +218,9 @@ def test_a_step_of_prime_rl_lasts_from_its_trainers_last_line_to_the_next() -> N
         return json.dumps({"step": step, "time": time, **times})
 
     def collected(step: int, tokens: int) -> str:
-        return json.dumps({"step": step, "progress/output_tokens": tokens, "time/step": 9.0})
+        return json.dumps(
+            {"step": step, "progress/output_tokens": tokens, "time/step": 9.0}
+        )
 
     lines = [collected(1, 300), trained(1, 10.0), trained(2, 14.0), collected(2, 400)]
     parts = {"training_s": 1.0, "waiting_s": 2.0, "publish_s": 0.5}
@@ -207,8 +232,19 @@ def test_a_step_of_prime_rl_lasts_from_its_trainers_last_line_to_the_next() -> N
 
 
 def test_prime_rl_gets_the_work_and_its_bound_and_no_offloading(tmp_path: Path) -> None:
-    sizes = {"sequences": 64, "group": 8, "staleness": 2, "micro_tokens": 256, "kv_gib": 1}
-    more = {"episodes": 96, "memory": 0.3, "attention": "flash_attention_4", "as_shipped": False}
+    sizes = {
+        "sequences": 64,
+        "group": 8,
+        "staleness": 2,
+        "micro_tokens": 256,
+        "kv_gib": 1,
+    }
+    more = {
+        "episodes": 96,
+        "memory": 0.3,
+        "attention": "flash_attention_4",
+        "as_shipped": False,
+    }
     arguments = argparse.Namespace(model=tmp_path, **sizes, **more)
     settings = prime.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
     orchestrator = settings["orchestrator"]
@@ -223,22 +259,32 @@ def test_prime_rl_gets_the_work_and_its_bound_and_no_offloading(tmp_path: Path) 
     assert model["seq_len"] == orchestrator["seq_len"] == 1024 + 128
     assert model["optim_cpu_offload"] is False
     arguments.as_shipped = True
-    assert set(prime.settings(arguments, Work(fixed=0), tmp_path)["trainer"]["model"]) == {
+    assert set(
+        prime.settings(arguments, Work(fixed=0), tmp_path)["trainer"]["model"]
+    ) == {
         "attn",
         "seq_len",
     }
 
 
-def test_a_step_of_verl_lasts_from_its_weights_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_verl_lasts_from_its_weights_to_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def told(step: int, mean: float) -> str:
         # verl numbers what it tells of a step by the next one's weights.
         data = {"training/global_step": float(step), "response_length/mean": mean}
-        times = {"timing_s/step": 3.0, "timing_s/gen": 1.0, "timing_s/update_actor": 2.0}
+        times = {
+            "timing_s/step": 3.0,
+            "timing_s/gen": 1.0,
+            "timing_s/update_actor": 2.0,
+        }
         sent = {"timing_s/timing_s/param_sync": 0.5}
         return json.dumps({"step": step + 1, "data": {**data, **times, **sent}})
 
     def sent(step: int) -> str:
-        return json.dumps({"step": step, "data": {"fully_async/rollouter/idle_ratio": 0.5}})
+        return json.dumps(
+            {"step": step, "data": {"fully_async/rollouter/idle_ratio": 0.5}}
+        )
 
     clock = iter([1.0, 10.0, 14.0, 20.0])
     monkeypatch.setattr(verl.time, "perf_counter", lambda: next(clock))
@@ -255,7 +301,13 @@ def test_a_step_of_verl_lasts_from_its_weights_to_the_next(monkeypatch: pytest.M
 
 
 def test_verl_gets_the_work_and_its_bound(tmp_path: Path) -> None:
-    sizes = {"sequences": 64, "group": 8, "staleness": 2, "micro_tokens": 256, "kv_gib": 1}
+    sizes = {
+        "sequences": 64,
+        "group": 8,
+        "staleness": 2,
+        "micro_tokens": 256,
+        "kv_gib": 1,
+    }
     arguments = argparse.Namespace(model=tmp_path, **sizes, memory=0.3, episodes=128)
     settings = verl.settings(arguments, Work(fixed=0, prompt_words=126), tmp_path)
     actor = "actor_rollout_ref.actor"
@@ -267,7 +319,9 @@ def test_verl_gets_the_work_and_its_bound(tmp_path: Path) -> None:
     assert settings[f"{actor}.ppo_max_token_len_per_gpu"] == 1024 + 128
 
 
-def test_replies_of_verl_are_counted_across_its_processes(tmp_path, monkeypatch) -> None:
+def test_replies_of_verl_are_counted_across_its_processes(
+    tmp_path, monkeypatch
+) -> None:
     (tmp_path / "counter").write_text("9")
     monkeypatch.setenv(verl_work.COUNTER, str(tmp_path / "counter"))
     assert [verl_work.next_place(), verl_work.next_place()] == [9, 10]
@@ -278,7 +332,9 @@ def test_each_change_to_a_peers_packages_needs_its_text_once(tmp_path: Path) -> 
         folder = tmp_path / peer
         texts: dict[str, str] = {}
         for change in changes:
-            texts[change.file] = texts.get(change.file, "before\n") + f"{change.old}\nafter\n"
+            texts[change.file] = (
+                texts.get(change.file, "before\n") + f"{change.old}\nafter\n"
+            )
         for name, text in texts.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text)
@@ -289,11 +345,15 @@ def test_each_change_to_a_peers_packages_needs_its_text_once(tmp_path: Path) -> 
             assert change.new in text
             # The text that the change adds cannot be added twice.
             (folder / change.file).write_text("another version\n")
-            with pytest.raises(ValueError, match=f"{change.file} has 0 times, not once"):
+            with pytest.raises(
+                ValueError, match=f"{change.file} has 0 times, not once"
+            ):
                 peers.apply([change], folder)
 
 
-def test_what_stands_for_an_absent_package_takes_every_call(tmp_path, monkeypatch) -> None:
+def test_what_stands_for_an_absent_package_takes_every_call(
+    tmp_path, monkeypatch
+) -> None:
     (tmp_path / "absent_kernels.py").write_text(peers.ABSENT)
     monkeypatch.syspath_prepend(tmp_path)
     stand_in = importlib.import_module("absent_kernels")
@@ -302,7 +362,9 @@ def test_what_stands_for_an_absent_package_takes_every_call(tmp_path, monkeypatc
         _ = stand_in.__path__
 
 
-def test_the_errors_of_prime_rls_programs_are_told_when_it_fails(tmp_path: Path) -> None:
+def test_the_errors_of_prime_rls_programs_are_told_when_it_fails(
+    tmp_path: Path,
+) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
     fault = "AttributeError: 'PyNcclCommunicator' object has no attribute 'device'"
@@ -311,10 +373,14 @@ def test_the_errors_of_prime_rls_programs_are_told_when_it_fails(tmp_path: Path)
     assert prime.errors(tmp_path) == ["inference.log:", fault, "trainer.log:"]
 
 
-def test_a_communicator_that_vllm_switches_off_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_that_vllm_switches_off_is_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("vllm")
     pynccl = importlib.import_module("vllm.distributed.device_communicators.pynccl")
-    wrapper = importlib.import_module("vllm.distributed.device_communicators.pynccl_wrapper")
+    wrapper = importlib.import_module(
+        "vllm.distributed.device_communicators.pynccl_wrapper"
+    )
     kind = pynccl.PyNcclCommunicator
     monkeypatch.setattr(kind, "__init__", kind.__init__)
     monkeypatch.setattr(wrapper.NCCLLibrary, "exported_functions", [])

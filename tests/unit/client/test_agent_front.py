@@ -74,7 +74,9 @@ class Scene:
 
 
 @asynccontextmanager
-async def opened_scene(tls: ssl.SSLContext | None = None, path: str = "") -> AsyncIterator[Scene]:
+async def opened_scene(
+    tls: ssl.SSLContext | None = None, path: str = ""
+) -> AsyncIterator[Scene]:
     port = free_port("127.0.0.1")
     scheme = "http" if tls is None else "https"
     address = HostAddress(f"{scheme}://127.0.0.1:{port}{path}", KEY)
@@ -100,7 +102,9 @@ async def answer(exchange: CallExchange, body: object) -> pb.AgentCall:
 
 
 @pytest.mark.parametrize("path", ["", "/tunnel/of/mine"])
-async def test_the_clients_of_both_apis_reach_their_own_episodes_of_two_workers(path: str) -> None:
+async def test_the_clients_of_both_apis_reach_their_own_episodes_of_two_workers(
+    path: str,
+) -> None:
     async with opened_scene(path=path) as scene:
         first, first_endpoint = scene.episode(worker=0)
         second, second_endpoint = scene.episode(worker=1)
@@ -115,7 +119,9 @@ async def test_the_clients_of_both_apis_reach_their_own_episodes_of_two_workers(
         ):
             answering = group.create_task(answer(first, CHAT))
             group.create_task(answer(second, MESSAGE))
-            completion = await chat_client.chat.completions.create(model="m", messages=[QUESTION])
+            completion = await chat_client.chat.completions.create(
+                model="m", messages=[QUESTION]
+            )
             message = await message_client.messages.create(
                 model="m", messages=[QUESTION], max_tokens=5
             )
@@ -139,12 +145,16 @@ async def test_one_http_client_calls_episodes_of_several_workers_in_turn() -> No
             assert reply.status_code == 200
 
 
-async def test_parts_of_a_reply_pass_one_by_one_and_a_client_that_leaves_ends_its_call() -> None:
+async def test_parts_of_a_reply_pass_one_by_one_and_a_client_that_leaves_ends_its_call() -> (
+    None
+):
     async with opened_scene() as scene:
         exchange, endpoint = scene.episode()
         token = endpoint.anthropic_url.rpartition("/")[2]
         reader, writer = await asyncio.open_connection("127.0.0.1", scene.port)
-        head = f"POST /{token}/v1/messages HTTP/1.1\r\nx-api-key: {endpoint.api_key}\r\n"
+        head = (
+            f"POST /{token}/v1/messages HTTP/1.1\r\nx-api-key: {endpoint.api_key}\r\n"
+        )
         writer.write(f"{head}host: x\r\ncontent-length: 2\r\n\r\n{{}}".encode())
         call = await exchange.next()
         assert call is not None
@@ -199,7 +209,9 @@ async def test_connections_without_a_path_of_ours_are_few_and_the_oldest_goes(
 ) -> None:
     monkeypatch.setattr(agent_front, "MAX_UNPROVEN", 3)
     async with opened_scene() as scene:
-        halves = [await asyncio.open_connection("127.0.0.1", scene.port) for _ in range(5)]
+        halves = [
+            await asyncio.open_connection("127.0.0.1", scene.port) for _ in range(5)
+        ]
         for reader, _ in halves[:2]:
             with contextlib.suppress(ConnectionError):
                 assert not await reader.read()
@@ -207,7 +219,9 @@ async def test_connections_without_a_path_of_ours_are_few_and_the_oldest_goes(
         async with httpx.AsyncClient() as client, asyncio.TaskGroup() as group:
             group.create_task(answer(exchange, CHAT))
             key = {"authorization": f"Bearer {endpoint.api_key}"}
-            reply = await client.post(f"{endpoint.base_url}/chat/completions", json={}, headers=key)
+            reply = await client.post(
+                f"{endpoint.base_url}/chat/completions", json={}, headers=key
+            )
         assert reply.status_code == 200
         for _, writer in halves:
             writer.close()
@@ -274,7 +288,9 @@ async def test_calls_come_by_tls_and_a_handshake_that_hangs_is_bounded(
     trust = ssl.create_default_context(cafile=str(certificate_path))
     monkeypatch.setattr(agent_front, "MAX_UNPROVEN", 2)
     async with opened_scene(tls=context) as scene:
-        halves = [await asyncio.open_connection("127.0.0.1", scene.port) for _ in range(4)]
+        halves = [
+            await asyncio.open_connection("127.0.0.1", scene.port) for _ in range(4)
+        ]
         for _, writer in halves:
             writer.write(b"\x16\x03\x01")
         exchange, endpoint = scene.episode()
@@ -289,7 +305,9 @@ async def test_calls_come_by_tls_and_a_handshake_that_hangs_is_bounded(
             asyncio.TaskGroup() as group,
         ):
             group.create_task(answer(exchange, CHAT))
-            completion = await client.chat.completions.create(model="m", messages=[QUESTION])
+            completion = await client.chat.completions.create(
+                model="m", messages=[QUESTION]
+            )
         assert completion.choices[0].message.content == "It is 7."
         assert b"HTTP" not in await scene.refusal(NOBODY)
         for _, writer in halves:
@@ -338,14 +356,18 @@ async def test_the_port_of_another_run_is_refused() -> None:
     address = HostAddress(f"http://{listen}", KEY)
     other_address = HostAddress(f"http://{listen}", b"o" * 32)
     async with AgentFront(address, None).serving(listen):
-        with pytest.raises(ConfigError, match=f"port {port} of this host is another run's"):
+        with pytest.raises(
+            ConfigError, match=f"port {port} of this host is another run's"
+        ):
             async with AgentFront(other_address, None).serving(listen):
                 raise AssertionError("it must not serve")
     async with AgentFront(other_address, None).serving(listen):
         pass
 
 
-def test_a_worker_takes_the_address_out_of_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_takes_the_address_out_of_its_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     address = HostAddress("https://host:1/x", KEY)
     for name, value in address.variables().items():
         monkeypatch.setenv(name, value)

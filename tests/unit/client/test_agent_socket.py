@@ -52,7 +52,9 @@ class Scene:
         exchange = CallExchange(on_waiting=lambda _: None)
         return exchange, self.gateway.open(exchange, by_socket=True)
 
-    async def connected(self, endpoint: Endpoint, data: bytes = b"") -> asyncio.StreamReader:
+    async def connected(
+        self, endpoint: Endpoint, data: bytes = b""
+    ) -> asyncio.StreamReader:
         reader, writer = await asyncio.open_unix_connection(endpoint.socket_path)
         self.writers.append(writer)
         writer.write(data)
@@ -83,7 +85,9 @@ async def status(reader: asyncio.StreamReader) -> int:
 
 def request(path: str, body: bytes = b"{}", **headers: str) -> bytes:
     lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{lines}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n{lines}\r\n"
+    )
     return head.encode() + body
 
 
@@ -117,9 +121,15 @@ async def test_the_socket_lies_in_a_folder_that_only_this_user_may_enter() -> No
 
 @pytest.mark.parametrize(
     ("path", "branch"),
-    [("/v1/messages", ""), ("/b/judge/v1/responses", "judge"), ("/v1/chat/completions?a=1", "")],
+    [
+        ("/v1/messages", ""),
+        ("/b/judge/v1/responses", "judge"),
+        ("/v1/chat/completions?a=1", ""),
+    ],
 )
-async def test_a_call_through_the_socket_is_one_of_its_own_episode(path: str, branch: str) -> None:
+async def test_a_call_through_the_socket_is_one_of_its_own_episode(
+    path: str, branch: str
+) -> None:
     async with opened_scene() as scene:
         exchange, endpoint = scene.episode()
         other_exchange, _ = scene.episode()
@@ -134,7 +144,9 @@ async def test_a_call_through_the_socket_is_one_of_its_own_episode(path: str, br
 async def test_the_key_of_a_header_reaches_no_server() -> None:
     async with opened_scene() as scene:
         exchange, endpoint = scene.episode()
-        data = request("/v1/messages", authorization="Bearer s", cookie="s", forwarded="for=s")
+        data = request(
+            "/v1/messages", authorization="Bearer s", cookie="s", forwarded="for=s"
+        )
         await scene.connected(endpoint, data)
         call = await exchange.next()
         assert call is not None
@@ -147,14 +159,19 @@ async def test_parts_of_a_reply_arrive_one_by_one() -> None:
         reader = await scene.connected(endpoint, request("/v1/chat/completions"))
         call = await exchange.next()
         assert call is not None
-        await exchange.part(pb.ReplyPart(call=call.call, status=200, body=b"data: 1\n\n"))
+        await exchange.part(
+            pb.ReplyPart(call=call.call, status=200, body=b"data: 1\n\n")
+        )
         assert (await reader.readuntil(b"data: 1\n\n")).startswith(b"HTTP/1.1 200")
-        await exchange.part(pb.ReplyPart(call=call.call, body=b"data: 2\n\n", is_last=True))
+        await exchange.part(
+            pb.ReplyPart(call=call.call, body=b"data: 2\n\n", is_last=True)
+        )
         await reader.readuntil(b"data: 2\n\n")
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/token/v1/chat/completions", "/b/a b/v1/x", "/../v1/x", "//v1/x"]
+    "path",
+    ["/", "/v1", "/token/v1/chat/completions", "/b/a b/v1/x", "/../v1/x", "//v1/x"],
 )
 async def test_a_path_that_leads_elsewhere_is_refused(path: str) -> None:
     async with opened_scene() as scene:
@@ -163,15 +180,24 @@ async def test_a_path_that_leads_elsewhere_is_refused(path: str) -> None:
         assert await status(reader) == 404
 
 
-async def test_the_end_of_an_episode_removes_the_socket_and_ends_its_connections() -> None:
+async def test_the_end_of_an_episode_removes_the_socket_and_ends_its_connections() -> (
+    None
+):
     async with opened_scene() as scene:
         exchange, endpoint = scene.episode()
         _, other = scene.episode()
-        data = {"idle": b"", "head": b"POST", "body": CHAT + b"content-length: 9\r\n\r\n{"}
-        streams = {
-            name: await scene.connected(endpoint, beginning) for name, beginning in data.items()
+        data = {
+            "idle": b"",
+            "head": b"POST",
+            "body": CHAT + b"content-length: 9\r\n\r\n{",
         }
-        streams["call"] = await scene.connected(endpoint, request("/v1/chat/completions"))
+        streams = {
+            name: await scene.connected(endpoint, beginning)
+            for name, beginning in data.items()
+        }
+        streams["call"] = await scene.connected(
+            endpoint, request("/v1/chat/completions")
+        )
         await exchange.next()
         await until(lambda: exchange.num_reading == 1)
         scene.gateway.forget(endpoint)
@@ -192,13 +218,18 @@ async def test_an_episode_that_ends_at_once_leaves_nothing() -> None:
         assert not Path(endpoint.socket_path).parent.exists()
 
 
-async def test_a_flood_of_connections_is_bounded_and_leaves_other_episodes_alone() -> None:
+async def test_a_flood_of_connections_is_bounded_and_leaves_other_episodes_alone() -> (
+    None
+):
     async with opened_scene() as scene:
         _, flooded = scene.episode()
         _, other = scene.episode()
         quiet = await scene.connected(other)
         quiet_writer = scene.writers[-1]
-        streams = [await scene.connected(flooded, b"G") for _ in range(2 * MAX_SOCKET_CONNECTIONS)]
+        streams = [
+            await scene.connected(flooded, b"G")
+            for _ in range(2 * MAX_SOCKET_CONNECTIONS)
+        ]
         for reader in streams[:MAX_SOCKET_CONNECTIONS]:
             assert await status(reader) == 0
         quiet_writer.write(request("/none"))
@@ -212,7 +243,9 @@ async def test_bodies_without_end_are_given_up_after_the_time_of_a_request() -> 
         loop = asyncio.get_running_loop()
         loop.time = lambda now=loop.time: now() + ahead_s  # type: ignore[method-assign]
         beginning = CHAT + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n"
-        streams = [await scene.connected(endpoint, beginning) for _ in range(MAX_OPEN_CALLS)]
+        streams = [
+            await scene.connected(endpoint, beginning) for _ in range(MAX_OPEN_CALLS)
+        ]
         await until(lambda: exchange.num_reading == MAX_OPEN_CALLS)
         reader = await scene.connected(endpoint, request("/v1/messages"))
         assert await status(reader) == 429
@@ -234,7 +267,9 @@ async def test_a_body_beyond_its_limit_is_refused_before_it_is_read() -> None:
 async def test_a_request_behind_a_smuggled_one_is_no_call_of_its_own() -> None:
     async with opened_scene() as scene:
         exchange, endpoint = scene.episode()
-        both = CHAT + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        both = (
+            CHAT + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        )
         reader = await scene.connected(endpoint, both + request("/v1/messages"))
         assert await status(reader) in (0, 400)
         assert exchange.num_waiting_bytes == 0
@@ -242,7 +277,9 @@ async def test_a_request_behind_a_smuggled_one_is_no_call_of_its_own() -> None:
 
 @pytest.mark.process
 def test_what_a_killed_process_left_is_removed_by_the_next_start() -> None:
-    with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER], stdout=subprocess.PIPE
+    ) as owner:
         assert owner.stdout is not None
         path = Path(owner.stdout.readline().decode().strip())
         remove_abandoned()
@@ -269,5 +306,7 @@ async def test_a_client_of_http_over_a_socket_is_served() -> None:
         asking = asyncio.create_task(asyncio.to_thread(ask))
         call = await exchange.next()
         assert call is not None
-        await exchange.part(pb.ReplyPart(call=call.call, status=200, body=b"yes", is_last=True))
+        await exchange.part(
+            pb.ReplyPart(call=call.call, status=200, body=b"yes", is_last=True)
+        )
         assert await asking == b"yes"

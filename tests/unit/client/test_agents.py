@@ -11,7 +11,13 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from slipstream.client import AgentEnvironment, AgentOutcome, Endpoint, agent_episodes, episode_host
+from slipstream.client import (
+    AgentEnvironment,
+    AgentOutcome,
+    Endpoint,
+    agent_episodes,
+    episode_host,
+)
 from slipstream.client.agent_episodes import AgentEpisode
 from slipstream.client.agent_exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agent_gateway import MAX_BODY_BYTES, Gateway
@@ -46,7 +52,9 @@ class Agent(AgentEnvironment[str]):
 
 
 def chat(endpoint: Endpoint) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0)
+    return openai.AsyncOpenAI(
+        base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0
+    )
 
 
 async def say(client: openai.AsyncOpenAI, text: str) -> str:
@@ -65,13 +73,19 @@ async def episode_of(agent: Agent, handler: Handler = never, **fields: object):
         await host.close_all()
 
 
-async def played(agent: Agent, handler=None, **fields: object) -> tuple[Episode, pb.WorkerMessage]:
+async def played(
+    agent: Agent, handler=None, **fields: object
+) -> tuple[Episode, pb.WorkerMessage]:
     async with episode_of(agent, handler or answers(str.upper), **fields) as play:
         return play, await play.run()
 
 
-def request(url: str, key: str, body: bytes = b"{}", **headers: str) -> tuple[int, dict, bytes]:
-    request = urllib.request.Request(url, body, {"Authorization": f"Bearer {key}", **headers})
+def request(
+    url: str, key: str, body: bytes = b"{}", **headers: str
+) -> tuple[int, dict, bytes]:
+    request = urllib.request.Request(
+        url, body, {"Authorization": f"Bearer {key}", **headers}
+    )
     try:
         with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             return answer.status, dict(answer.headers), answer.read()
@@ -98,13 +112,19 @@ async def test_an_async_agent_talks_through_openais_client_and_is_scored() -> No
     assert dict(result.metrics) == {"turns": 2.0}
     assert dict(result.shares) == {"reviewer": 0.5}
     assert dict(result.rewards) == {"player-1": -2.0}
-    assert [(r.reply_id, r.reward, [*r.token_rewards]) for r in result.reply_rewards] == [
+    assert [
+        (r.reply_id, r.reward, [*r.token_rewards]) for r in result.reply_rewards
+    ] == [
         ("a", 1.0, []),
         ("b", 0.0, [0.5, 1.0]),
     ]
     assert [call.call for call in play.calls] == [1, 2]
     first = play.calls[0]
-    assert (first.method, first.path, first.branch) == ("POST", "/v1/chat/completions", "")
+    assert (first.method, first.path, first.branch) == (
+        "POST",
+        "/v1/chat/completions",
+        "",
+    )
     assert json.loads(first.body)["messages"] == [{"role": "user", "content": "two"}]
     names = {header.name for header in first.headers}
     assert "content-type" in names
@@ -149,7 +169,9 @@ async def test_many_episodes_at_once_do_not_see_each_other() -> None:
     class Counts(Agent):
         async def run(self, task, endpoint):
             async with chat(endpoint) as client:
-                replies = await asyncio.gather(*(say(client, f"{self.seed}-{i}") for i in range(3)))
+                replies = await asyncio.gather(
+                    *(say(client, f"{self.seed}-{i}") for i in range(3))
+                )
             return float(sorted(replies) == [f"{self.seed}-{i}" for i in range(3)])
 
     host = EpisodeHost(Counts())
@@ -160,9 +182,9 @@ async def test_many_episodes_at_once_do_not_see_each_other() -> None:
         await episode.command(reset=command)
         replies = []
         while (answer := await episode.next()).HasField("agent_call"):
-            assert json.loads(answer.agent_call.body)["messages"][0]["content"].startswith(
-                f"{seed}-"
-            )
+            assert json.loads(answer.agent_call.body)["messages"][0][
+                "content"
+            ].startswith(f"{seed}-")
             replies.append(asyncio.create_task(episode.reply(answer.agent_call)))
         await asyncio.gather(*replies)
         await episode.close()
@@ -185,10 +207,14 @@ async def test_calls_without_the_secret_of_an_open_episode_are_refused() -> None
             seen["none"] = request(url, "")[0]
             other = endpoint.anthropic_url.rpartition("/")[0] + "/guess/v1/models"
             seen["path"] = request(other, endpoint.api_key)[0]
-            seen["outside"] = request(f"{endpoint.anthropic_url}/admin", endpoint.api_key)[0]
+            seen["outside"] = request(
+                f"{endpoint.anthropic_url}/admin", endpoint.api_key
+            )[0]
             body = {"Content-Encoding": "gzip"}
             seen["packed"] = request(url, endpoint.api_key, **body)[0]
-            seen["branch"] = request(f"{endpoint.anthropic_url}/b/a%20b/v1/x", endpoint.api_key)[0]
+            seen["branch"] = request(
+                f"{endpoint.anthropic_url}/b/a%20b/v1/x", endpoint.api_key
+            )[0]
             return 0.0
 
     async def fine(call):
@@ -215,7 +241,9 @@ async def test_a_body_that_is_too_large_is_refused_as_clients_know_it() -> None:
                 try:
                     await say(client, "x" * MAX_BODY_BYTES)
                 except openai.APIStatusError as error:
-                    return float(error.status_code == 413 and error.type == "request_too_large")
+                    return float(
+                        error.status_code == 413 and error.type == "request_too_large"
+                    )
             return 0.0
 
     class HugeChunks(Agent):
@@ -244,7 +272,9 @@ async def test_a_flood_of_calls_is_held_back() -> None:
     class Floods(Agent):
         async def run(self, task, endpoint):
             async with chat(endpoint) as client:
-                calls = [asyncio.create_task(say(client, "x")) for _ in range(MAX_OPEN_CALLS)]
+                calls = [
+                    asyncio.create_task(say(client, "x")) for _ in range(MAX_OPEN_CALLS)
+                ]
                 await until(lambda: len(play.calls) >= MAX_OPEN_CALLS)
                 with pytest.raises(openai.RateLimitError) as refused:
                     await say(client, "one more")
@@ -340,9 +370,18 @@ class Refused(Agent):
         ),
         (Gives(None), "run() must return a number or an AgentOutcome, got None"),
         (Gives(float("nan")), "the reward must be a finite number, got nan"),
-        (Gives(AgentOutcome(1.0, shares={"a/b": 1.0})), "shares are of branches, with names of 1 "),
-        (Gives(AgentOutcome(1.0, shares=[("a", 1.0)])), "shares must map branches to numbers, got"),
-        (Gives(AgentOutcome(1.0, rewards={"a/b": 1.0})), "rewards are of branches, with names of "),
+        (
+            Gives(AgentOutcome(1.0, shares={"a/b": 1.0})),
+            "shares are of branches, with names of 1 ",
+        ),
+        (
+            Gives(AgentOutcome(1.0, shares=[("a", 1.0)])),
+            "shares must map branches to numbers, got",
+        ),
+        (
+            Gives(AgentOutcome(1.0, rewards={"a/b": 1.0})),
+            "rewards are of branches, with names of ",
+        ),
         (
             Gives(AgentOutcome(1.0, reply_rewards={"a": "good"})),
             "the reward of reply 'a' must be a finite number, got 'good'",
@@ -359,9 +398,13 @@ class Refused(Agent):
         (Agent(), "NotImplementedError: Agent must define run()"),
     ],
 )
-async def test_a_run_that_goes_wrong_fails_its_episode_alone(agent: Agent, cause: str) -> None:
+async def test_a_run_that_goes_wrong_fails_its_episode_alone(
+    agent: Agent, cause: str
+) -> None:
     async def refuse(call):
-        yield as_json({"error": {"message": "no", "type": "invalid_request_error"}}, 400)
+        yield as_json(
+            {"error": {"message": "no", "type": "invalid_request_error"}}, 400
+        )
 
     _, answer = await played(agent, refuse)
     assert answer.failure.kind == ENVIRONMENT
@@ -404,7 +447,9 @@ async def test_closing_an_episode_interrupts_its_run(is_plain: bool) -> None:
         waiting = asyncio.create_task(episode.next())
         place = ""
         while not place:
-            place = (await episode.command(ping={"episode_key": episode.key})).pong.place
+            place = (
+                await episode.command(ping={"episode_key": episode.key})
+            ).pong.place
             await asyncio.sleep(0.005)
         assert place.startswith("test_agents.py:")
         await episode.close()
@@ -412,7 +457,9 @@ async def test_closing_an_episode_interrupts_its_run(is_plain: bool) -> None:
     assert ended == ["run", "close"]
 
 
-async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted() -> None:
+async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted() -> (
+    None
+):
     """Linux gives the number again, and the loop may not have heard of the end."""
 
     class Plain(Agent):
@@ -451,7 +498,9 @@ async def test_a_thread_with_the_number_of_one_that_has_ended_is_not_interrupted
     await gateway.close()
 
 
-async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits() -> None:
+async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits() -> (
+    None
+):
     seen: dict[str, tuple[str, ...]] = {}
     record = os.memfd_create("calls")
 
@@ -535,7 +584,9 @@ async def test_a_worker_follows_an_agent_and_does_not_answer_the_last_parts() ->
     async def commands() -> AsyncIterator[pb.WorkerCommand]:
         yield pb.WorkerCommand(call_id=1, reset=pb.ResetCommand(episode_key="a"))
         assert (await sent.get()).observation.is_agent
-        yield pb.WorkerCommand(call_id=2, follow_agent=pb.FollowAgentCommand(episode_key="a"))
+        yield pb.WorkerCommand(
+            call_id=2, follow_agent=pb.FollowAgentCommand(episode_key="a")
+        )
         for number, text in enumerate("34", start=1):
             message = await sent.get()
             assert (message.call_id, message.agent_call.call) == (2, number)
@@ -546,7 +597,9 @@ async def test_a_worker_follows_an_agent_and_does_not_answer_the_last_parts() ->
         result.append(await sent.get())
 
     result: list[pb.WorkerMessage] = []
-    await asyncio.wait_for(answer_commands(EpisodeHost(Asks()), commands(), sent.put), LIMIT_S)
+    await asyncio.wait_for(
+        answer_commands(EpisodeHost(Asks()), commands(), sent.put), LIMIT_S
+    )
     assert (result[0].call_id, result[0].agent_result.reward) == (2, 34.0)
     assert sent.empty()
 

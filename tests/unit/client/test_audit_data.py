@@ -48,7 +48,9 @@ def sums() -> tuple[list[str], list[str]]:
 
 def choices() -> tuple[list[str], list[str]]:
     answers = [f"{town} {number}" for number, town in enumerate(TOWNS)]
-    prompts = [f"Which town is it? A) none of these B) {answer} C) Rome" for answer in answers]
+    prompts = [
+        f"Which town is it? A) none of these B) {answer} C) Rome" for answer in answers
+    ]
     return prompts, answers
 
 

@@ -44,7 +44,9 @@ class Sums(Environment):
 class ByTokens(Sums):
     def step(self, reply):
         size = len(reply.token_ids)
-        return StepResult(token_rewards=[float(reply == self.expected_answer) / size] * size)
+        return StepResult(
+            token_rewards=[float(reply == self.expected_answer) / size] * size
+        )
 
 
 class ByWords(Sums):
@@ -65,7 +67,8 @@ class LateImages(Sums):
 class StrangeCalls(Sums):
     turns = 2
     between = StepResult(
-        done=False, messages=[{"role": "tool", "content": "4", "tool_call_id": "call_1"}]
+        done=False,
+        messages=[{"role": "tool", "content": "4", "tool_call_id": "call_1"}],
     )
 
 
@@ -151,11 +154,15 @@ class SingleAgent(AgentEnvironment):
         async with httpx.AsyncClient(headers={"x-api-key": endpoint.api_key}) as client:
             body = {"model": "m", "messages": user("go")}
             headers = {"authorization": f"Bearer {endpoint.api_key}"}
-            await client.post(f"{endpoint.base_url}/chat/completions", json=body, headers=headers)
+            await client.post(
+                f"{endpoint.base_url}/chat/completions", json=body, headers=headers
+            )
         return 1.0
 
 
-async def audited(environment: Environment, limits: EpisodeLimits) -> list[AuditFinding]:
+async def audited(
+    environment: Environment, limits: EpisodeLimits
+) -> list[AuditFinding]:
     host = EpisodeHost(environment)
 
     async def ask(**command: object) -> pb.WorkerMessage:
@@ -175,31 +182,60 @@ RUN = EpisodeLimits(has_tools=False, max_images=0, max_turns=3, max_reply_tokens
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        (ByWords, "token_rewards needs a number for each token of its reply: 2, got 1 (in "),
+        (
+            ByWords,
+            "token_rewards needs a number for each token of its reply: 2, got 1 (in ",
+        ),
         (LateTools, "tools need rollout_server.tool_parser, the reader"),
         (LateImages, "it shows 1 image, more than sampling.max_images = 0 (in "),
-        (StrangeCalls, "tool_call_id must be the id of a call of the model, got 'call_1' (in "),
+        (
+            StrangeCalls,
+            "tool_call_id must be the id of a call of the model, got 'call_1' (in ",
+        ),
         (HalfGiven, "an environment gives all replies of an episode, or none (in "),
     ],
 )
-async def test_what_a_run_refuses_in_every_episode_is_refused(environment, says: str) -> None:
-    refused = [finding.text for finding in await audited(environment(), RUN) if finding.is_refused]
+async def test_what_a_run_refuses_in_every_episode_is_refused(
+    environment, says: str
+) -> None:
+    refused = [
+        finding.text
+        for finding in await audited(environment(), RUN)
+        if finding.is_refused
+    ]
     assert [text[: len(says)] for text in refused] == [says]
 
 
 @pytest.mark.parametrize(
     ("environment", "says"),
     [
-        (Turns, "the right answer goes on in task 0 after 3 turns, where a run ends the episode"),
-        (Metrics, "of 20 metrics of an episode a run leaves out 4: 16 are kept, each by the"),
-        (LongNames, "of 2 metrics of an episode a run leaves out 1: 16 are kept, each by the"),
-        (LongReplies, "max_reply_tokens = 99 of task 0 is more than a run allows, whose replies"),
-        (LongAnswers, "expected_answer is longer than 4096 bytes in 4 of 4 tasks, such as task 0"),
+        (
+            Turns,
+            "the right answer goes on in task 0 after 3 turns, where a run ends the episode",
+        ),
+        (
+            Metrics,
+            "of 20 metrics of an episode a run leaves out 4: 16 are kept, each by the",
+        ),
+        (
+            LongNames,
+            "of 2 metrics of an episode a run leaves out 1: 16 are kept, each by the",
+        ),
+        (
+            LongReplies,
+            "max_reply_tokens = 99 of task 0 is more than a run allows, whose replies",
+        ),
+        (
+            LongAnswers,
+            "expected_answer is longer than 4096 bytes in 4 of 4 tasks, such as task 0",
+        ),
     ],
 )
 async def test_what_a_run_cuts_or_leaves_out_is_told(environment, says: str) -> None:
     findings = [
-        finding for finding in await audited(environment(), RUN) if finding.text.startswith(says)
+        finding
+        for finding in await audited(environment(), RUN)
+        if finding.text.startswith(says)
     ]
     assert [finding.is_refused for finding in findings] == [False]
 
@@ -207,14 +243,22 @@ async def test_what_a_run_cuts_or_leaves_out_is_told(environment, says: str) -> 
 @pytest.mark.parametrize("environment", [Sums, ByTokens])
 async def test_what_a_run_takes_as_it_is_is_not_refused(environment) -> None:
     texts = [finding.text for finding in await audited(environment(), RUN)]
-    assert not [text for text in texts if "token" in text or "run" in text or "fail" in text], texts
+    assert not [
+        text for text in texts if "token" in text or "run" in text or "fail" in text
+    ], texts
 
 
 @pytest.mark.parametrize("environment", [Single, SingleAgent])
-async def test_a_single_place_is_enough_where_one_episode_is_played_at_a_time(environment) -> None:
+async def test_a_single_place_is_enough_where_one_episode_is_played_at_a_time(
+    environment,
+) -> None:
     for at_once, is_told in ((8, True), (1, False)):
-        findings = await audited(environment(), EpisodeLimits(at_once=at_once, in_all=at_once))
-        assert any("no place is free" in finding.text for finding in findings) == is_told, findings
+        findings = await audited(
+            environment(), EpisodeLimits(at_once=at_once, in_all=at_once)
+        )
+        assert (
+            any("no place is free" in finding.text for finding in findings) == is_told
+        ), findings
 
 
 async def test_a_single_place_is_told_where_workers_play_one_episode_each() -> None:
@@ -223,7 +267,9 @@ async def test_a_single_place_is_told_where_workers_play_one_episode_each() -> N
     assert ("no place is free" in finding.text, finding.is_refused) == (True, False)
 
 
-async def test_prompts_that_differ_are_refused_where_their_rewards_are_compared() -> None:
+async def test_prompts_that_differ_are_refused_where_their_rewards_are_compared() -> (
+    None
+):
     for compares in (True, False):
         findings = [
             finding

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 from slipstream.client.audit import Audit
 from slipstream.client.audit_data import key_of, shared_questions
-from slipstream.client.audit_plays import EpisodeLimits, Played, PlayedEpisode, PlayedReply
+from slipstream.client.audit_plays import (
+    EpisodeLimits,
+    Played,
+    PlayedEpisode,
+    PlayedReply,
+)
 from slipstream.client.audit_report import AuditFinding, findings, slowness, table
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.environments.questions import MathJudge
@@ -48,14 +53,20 @@ def each_of(name: str) -> Iterator[object]:
         yield pytest.param(case, id=case["name"], marks=[pytest.mark.long] * is_long)
 
 
-async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[AuditFinding]:
+async def audited(
+    case: dict, folder: Path, *, limit_s: float = 600.0
+) -> list[AuditFinding]:
     args = case["args"]
     if case["rows"] is not None:
         path = folder / "rows.jsonl"
         path.write_text("".join(f"{json.dumps(row)}\n" for row in case["rows"]))
         args = args | {"path": str(path)}
     host = EpisodeHost()
-    spec = {"reference": case["class"], "args_json": json.dumps(args), "search_path": str(DATA)}
+    spec = {
+        "reference": case["class"],
+        "args_json": json.dumps(args),
+        "search_path": str(DATA),
+    }
     loading = await host.answer(pb.WorkerCommand(load={"spec": spec}))
     if loading.HasField("failure"):
         return [AuditFinding(loading.failure.message, is_refused=True)]
@@ -74,14 +85,22 @@ async def audited(case: dict, folder: Path, *, limit_s: float = 600.0) -> list[A
 async def test_a_planted_fault_is_found(case: dict, tmp_path: Path) -> None:
     findings = await audited(case, tmp_path)
     matching = [finding for finding in findings if case["says"] in finding.text]
-    assert [finding.is_refused for finding in matching][:1] == [case["refused"]], findings
+    assert [finding.is_refused for finding in matching][:1] == [case["refused"]], (
+        findings
+    )
 
 
 @in_one_loop
 @pytest.mark.parametrize("case", each_of("sound.jsonl"))
-async def test_what_is_sound_is_neither_refused_nor_told(case: dict, tmp_path: Path) -> None:
+async def test_what_is_sound_is_neither_refused_nor_told(
+    case: dict, tmp_path: Path
+) -> None:
     findings = await audited(case, tmp_path)
-    assert not [finding for finding in findings if finding.is_refused or not case.get("may_tell")]
+    assert not [
+        finding
+        for finding in findings
+        if finding.is_refused or not case.get("may_tell")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -98,14 +117,18 @@ def test_a_question_is_the_same_in_other_words_around_it_and_other_spaces_and_ca
     instruction: str, change: Callable[[str], str]
 ) -> None:
     def keys(rows: list[tuple[str, int]], form: str) -> list[tuple[str, str]]:
-        return [(key_of(form.format(question)), str(answer)) for question, answer in rows]
+        return [
+            (key_of(form.format(question)), str(answer)) for question, answer in rows
+        ]
 
     sums = [(f"What is {a} + {a + 9}?", 2 * a + 9) for a in range(3, 13)]
     trained = keys(sums, "{} Only the number.")
     other_rows = [(f"What is {a} + 20?", a + 20) for a in (3, 5, 7)]
     assert {str(answer) for _, answer in other_rows} & {answer for _, answer in trained}
     for rows, shared in ((sums[2:5], 3), (other_rows, 0), (other_rows + sums[:1], 1)):
-        heldout = keys([(change(question), answer) for question, answer in rows], instruction)
+        heldout = keys(
+            [(change(question), answer) for question, answer in rows], instruction
+        )
         assert shared_questions(heldout, trained) == (len(rows), shared)
 
 
@@ -124,7 +147,9 @@ def test_many_rows_are_compared_on_both_sides() -> None:
 )
 def test_a_slow_judge_is_told(calls_s, timed_s, num_episodes, says) -> None:
     # An episode that was played to choose a form is not timed.
-    played = Played(20, limits=EpisodeLimits(num_episodes=num_episodes), calls_s=[*calls_s, 0.1])
+    played = Played(
+        20, limits=EpisodeLimits(num_episodes=num_episodes), calls_s=[*calls_s, 0.1]
+    )
     played.timed = [(timed_s, len(calls_s)), (0.0, 0)]
     played.plays[PlayedReply.RIGHT] = dict.fromkeys(
         range(len(calls_s)), PlayedEpisode(num_turns=1, is_done=True)
@@ -146,7 +171,11 @@ def test_a_judge_that_is_too_slow_to_be_timed_is_told() -> None:
 async def test_what_had_no_time_is_told(tmp_path: Path) -> None:
     case = next(case for case in cases("sound.jsonl") if len(case["rows"] or ()) > 1)
     assert not [
-        finding for finding in await audited(case, tmp_path) if "had no time" in finding.text
+        finding
+        for finding in await audited(case, tmp_path)
+        if "had no time" in finding.text
     ]
     findings = await audited(case, tmp_path, limit_s=0.0)
-    assert [finding.is_refused for finding in findings if "had no time" in finding.text] == [False]
+    assert [
+        finding.is_refused for finding in findings if "had no time" in finding.text
+    ] == [False]

@@ -11,7 +11,14 @@ from pathlib import Path
 
 import pytest
 import slipstream
-from slipstream.client.cli import EXAMPLES, FAMILIAR_COMMANDS, _parser, main, named, parse
+from slipstream.client.cli import (
+    EXAMPLES,
+    FAMILIAR_COMMANDS,
+    _parser,
+    main,
+    named,
+    parse,
+)
 from slipstream.client.run_folder import find_run, settings_of
 from slipstream.core.errors import ConfigError
 from support.rigs.waiting import LIMIT_S
@@ -25,8 +32,12 @@ def test_the_example_of_a_command_is_one_that_it_takes(name, capsys):
     if isinstance(arguments.execute, partial):
         reference, takes_all = arguments.execute.args
         module, _, function = reference.partition(":")
-        signature = inspect.signature(getattr(importlib.import_module(module), function))
-        signature.bind(*[arguments] * takes_all, **({} if takes_all else named(arguments)))
+        signature = inspect.signature(
+            getattr(importlib.import_module(module), function)
+        )
+        signature.bind(
+            *[arguments] * takes_all, **({} if takes_all else named(arguments))
+        )
     with pytest.raises(SystemExit, match="0"):
         parse([name, "--help"])
     assert (
@@ -51,7 +62,16 @@ except SystemExit as end:
 @pytest.mark.process
 def test_a_command_without_its_three_files_has_empty_ones(tmp_path: Path) -> None:
     close = 'exec "$@" <&- >&- 2>&-'
-    command = ["sh", "-c", close, "sh", sys.executable, "-c", SHOWS, str(tmp_path / "said")]
+    command = [
+        "sh",
+        "-c",
+        close,
+        "sh",
+        sys.executable,
+        "-c",
+        SHOWS,
+        str(tmp_path / "said"),
+    ]
     subprocess.run(command, check=True, timeout=LIMIT_S)
     assert (tmp_path / "said").read_text().split() == ["8", "3", *["/dev/null"] * 3]
 
@@ -65,7 +85,9 @@ def test_the_version_is_that_of_the_project(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_every_command_has_an_example() -> None:
-    commands = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
+    commands = next(
+        a.choices for a in _parser()._actions if isinstance(a.choices, dict)
+    )
     assert commands.keys() == EXAMPLES.keys()
 
 
@@ -79,7 +101,9 @@ def test_every_command_has_an_example() -> None:
         ("--help-all", "there is no option '--help-all'; did you mean '--help'?"),
     ],
 )
-def test_a_command_of_another_name_is_told_by_ours(words: str, said: str, capsys) -> None:
+def test_a_command_of_another_name_is_told_by_ours(
+    words: str, said: str, capsys
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse(words.split())
     assert capsys.readouterr().err.startswith(f"slipstream: {said}")
@@ -90,22 +114,36 @@ def test_every_familiar_command_leads_to_one_of_ours() -> None:
     assert not FAMILIAR_COMMANDS.keys() & EXAMPLES.keys()
 
 
-def test_settings_named_in_place_of_a_run_are_told_the_runs_there_are(tmp_path, monkeypatch):
+def test_settings_named_in_place_of_a_run_are_told_the_runs_there_are(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("base.toml").touch()
     with pytest.raises(ConfigError, match="its folder, or its name in runs/"):
         settings_of(Path("base.toml"))
     Path("runs/first").mkdir(parents=True)
     Path("runs/first/config.toml").touch()
-    with pytest.raises(ConfigError, match="^base.toml: a file, name a run: one of first$"):
+    with pytest.raises(
+        ConfigError, match="^base.toml: a file, name a run: one of first$"
+    ):
         settings_of(Path("base.toml"))
-    with pytest.raises(ConfigError, match="config.toml: a file, name its folder runs/first$"):
+    with pytest.raises(
+        ConfigError, match="config.toml: a file, name its folder runs/first$"
+    ):
         settings_of(Path("runs/first/config.toml"))
 
 
 def test_a_run_is_named_by_its_folder_or_below_runs(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for folder in ("runs/letters", "runs/both", "runs/code", "runs/a/name", "both", "copy", "code"):
+    for folder in (
+        "runs/letters",
+        "runs/both",
+        "runs/code",
+        "runs/a/name",
+        "both",
+        "copy",
+        "code",
+    ):
         Path(folder).mkdir(parents=True)
     Path("both/config.toml").touch()
     for argument, meant in (
@@ -126,7 +164,12 @@ def test_a_run_is_named_by_its_folder_or_below_runs(tmp_path, monkeypatch) -> No
 
 @pytest.mark.parametrize(
     "words",
-    ["export r --out=~/x", "page r --out=$X", "status --token-file=~/x", "check a:B --model=~/x"],
+    [
+        "export r --out=~/x",
+        "page r --out=$X",
+        "status --token-file=~/x",
+        "check a:B --model=~/x",
+    ],
 )
 def test_a_path_that_the_shell_has_not_expanded_is_refused(words: str, capsys) -> None:
     option, _, path = words.split()[-1].partition("=")
@@ -153,7 +196,9 @@ def test_a_name_that_no_file_can_have_is_told_in_one_line(words, capsys) -> None
 
 
 @pytest.mark.process
-async def test_one_environment_is_checked_without_settings(tmp_path, monkeypatch, capfd) -> None:
+async def test_one_environment_is_checked_without_settings(
+    tmp_path, monkeypatch, capfd
+) -> None:
     (tmp_path / "mine.py").write_text(
         "from slipstream.environments.echo import Echo\nclass Mine(Echo):\n    pass\n"
     )
@@ -184,7 +229,10 @@ async def test_one_environment_is_checked_without_settings(tmp_path, monkeypatch
 def test_a_time_is_above_nothing_and_no_eternity(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for command in ("rollout-server x.toml --connect-timeout-s", "submit m:C --timeout-s"):
+    for command in (
+        "rollout-server x.toml --connect-timeout-s",
+        "submit m:C --timeout-s",
+    ):
         with pytest.raises(SystemExit, match="2"):
             parse([*command.split(), text])
         assert "seconds" in capsys.readouterr().err.splitlines()[-1]
@@ -192,18 +240,27 @@ def test_a_time_is_above_nothing_and_no_eternity(
 
 async def test_a_server_of_a_wrong_name_is_refused_before_anything_is_read() -> None:
     arguments = parse(["rollout-server", "nothing.toml", "--server-id", "a b"])
-    with pytest.raises(ConfigError, match="the id of a rollout server has up to 100 letters"):
+    with pytest.raises(
+        ConfigError, match="the id of a rollout server has up to 100 letters"
+    ):
         await arguments.execute(arguments)
 
 
 def test_every_argument_says_what_it_is_for() -> None:
-    commands = next(a.choices for a in _parser()._actions if isinstance(a.choices, dict))
+    commands = next(
+        a.choices for a in _parser()._actions if isinstance(a.choices, dict)
+    )
     assert not [
-        (n, a.dest) for n, command in commands.items() for a in command._actions if not a.help
+        (n, a.dest)
+        for n, command in commands.items()
+        for a in command._actions
+        if not a.help
     ]
 
 
-@pytest.mark.parametrize("line", ["submit m:E", "drain server-1 --reason x", "status --json"])
+@pytest.mark.parametrize(
+    "line", ["submit m:E", "drain server-1 --reason x", "status --json"]
+)
 def test_the_run_may_stand_before_and_behind_the_options(line: str, capsys) -> None:
     for options in (["--controller", "h:1"], []):
         first, second, *_ = [*line.split(), ""]

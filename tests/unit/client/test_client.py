@@ -40,7 +40,9 @@ Stream = Callable[["Call"], object]
 class Call:
     """One ServeEpisodes stream at the controller: commands out, answers in."""
 
-    def __init__(self, requests: AsyncIterator, context: grpc.aio.ServicerContext) -> None:
+    def __init__(
+        self, requests: AsyncIterator, context: grpc.aio.ServicerContext
+    ) -> None:
         self.context = context
         self._requests = requests
 
@@ -56,7 +58,8 @@ class Call:
 
 
 class Controller(
-    environment_pb2_grpc.EnvironmentServiceServicer, status_pb2_grpc.StatusServiceServicer
+    environment_pb2_grpc.EnvironmentServiceServicer,
+    status_pb2_grpc.StatusServiceServicer,
 ):
     """Answers as it was told to, and keeps what it was asked."""
 
@@ -89,7 +92,9 @@ class Controller(
     async def ListEnvironments(self, request, context):  # noqa: N802
         entries = [
             environment_pb2.EnvironmentStatus(
-                spec=spec, state=environment_pb2.ENVIRONMENT_STATE_PENDING, reward_mean=0.5
+                spec=spec,
+                state=environment_pb2.ENVIRONMENT_STATE_PENDING,
+                reward_mean=0.5,
             )
             for spec in self.submitted
         ]
@@ -123,7 +128,9 @@ async def listening(controller, token=None, address="127.0.0.1:0"):
     credentials = Credentials(token=token)
     server = create_server(credentials)
     if controller is not None:
-        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(controller, server)
+        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(
+            controller, server
+        )
         status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
     port = bind(server, address, credentials)
     await server.start()
@@ -177,9 +184,13 @@ async def test_submit_describes_the_environment_and_returns_its_status(
     assert (second.adapter, kwargs) == ("math", '{"enable_thinking": false}')
 
 
-async def test_an_environment_that_no_worker_could_load_raises_with_the_cause(client, controller):
+async def test_an_environment_that_no_worker_could_load_raises_with_the_cause(
+    client, controller
+):
     controller.state = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
-    with pytest.raises(EnvironmentFailed, match="environment c: no such module") as caught:
+    with pytest.raises(
+        EnvironmentFailed, match="environment c: no such module"
+    ) as caught:
         await client.submit("m:C")
     assert caught.value.kind == trajectory_pb2.FAILURE_KIND_ENVIRONMENT
 
@@ -187,11 +198,27 @@ async def test_an_environment_that_no_worker_could_load_raises_with_the_cause(cl
 @pytest.mark.parametrize(
     ("code", "error", "said"),
     [
-        (grpc.StatusCode.INVALID_ARGUMENT, ConfigError, "weight must be above 0, got -1"),
-        (grpc.StatusCode.FAILED_PRECONDITION, ConfigError, "weight must be above 0, got -1"),
-        (grpc.StatusCode.INTERNAL, SlipstreamError, r"the controller at .* failed: weight"),
+        (
+            grpc.StatusCode.INVALID_ARGUMENT,
+            ConfigError,
+            "weight must be above 0, got -1",
+        ),
+        (
+            grpc.StatusCode.FAILED_PRECONDITION,
+            ConfigError,
+            "weight must be above 0, got -1",
+        ),
+        (
+            grpc.StatusCode.INTERNAL,
+            SlipstreamError,
+            r"the controller at .* failed: weight",
+        ),
         (grpc.StatusCode.DEADLINE_EXCEEDED, SlipstreamError, "gave no answer in time"),
-        (grpc.StatusCode.UNAVAILABLE, ConfigError, "no controller answers at .*; start a run, or"),
+        (
+            grpc.StatusCode.UNAVAILABLE,
+            ConfigError,
+            "no controller answers at .*; start a run, or",
+        ),
     ],
 )
 async def test_a_refusal_becomes_an_error_of_ours_in_one_line(
@@ -219,18 +246,31 @@ async def test_a_refusal_becomes_an_error_of_ours_in_one_line(
             "Custom verification check failed: Hostname Verification Check failed.",
             r"certificate is refused \(Hostname Verification Check failed\): .*issues a new one",
         ),
-        ("Ssl handshake failed: WRONG_VERSION_NUMBER", "does not speak TLS as expected: Ssl"),
-        ("errors resolving x: [a,\n b]", r"\(errors resolving x: \[a, b\]\); start a run"),
-        ("to all addresses; last error: UNKNOWN: No route", r"\(UNKNOWN: No route\); start a run"),
+        (
+            "Ssl handshake failed: WRONG_VERSION_NUMBER",
+            "does not speak TLS as expected: Ssl",
+        ),
+        (
+            "errors resolving x: [a,\n b]",
+            r"\(errors resolving x: \[a, b\]\); start a run",
+        ),
+        (
+            "to all addresses; last error: UNKNOWN: No route",
+            r"\(UNKNOWN: No route\); start a run",
+        ),
     ],
 )
-async def test_why_a_controller_is_not_reached_is_told(client, controller, details, said):
+async def test_why_a_controller_is_not_reached_is_told(
+    client, controller, details, said
+):
     controller.refusal = grpc.StatusCode.UNAVAILABLE, details
     with pytest.raises(ConfigError, match=f"{controller.address}.* {said}"):
         await client.submit("m:C")
 
 
-async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(client: Client) -> None:
+async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(
+    client: Client,
+) -> None:
     with pytest.raises(ConfigError, match="args must be a JSON object: "):
         await client.submit("m:C", args={"x": object()})  # type: ignore[dict-item]
 
@@ -241,13 +281,18 @@ async def test_arguments_that_are_no_json_are_refused_before_they_are_sent(clien
         ({"weight": "a"}, "weight must be a number, got 'a'"),
         ({"timeout_s": None}, "timeout_s must be a number, got None"),
         ({"name": 3}, "name must be a text, got 3"),
-        ({"adapter": "\ud800"}, "adapter must be without surrogates and NUL, got '.ud800'"),
+        (
+            {"adapter": "\ud800"},
+            "adapter must be without surrogates and NUL, got '.ud800'",
+        ),
         ({"num_workers": 1.5}, "num_workers must be a whole number, got 1.5"),
         ({"episodes": -1}, "episodes must be at least 1, got -1"),
         ({"episodes": 2**40}, "episodes must be at most 2147483647, got 1099511627776"),
     ],
 )
-async def test_arguments_of_another_kind_are_named(client: Client, given, said: str) -> None:
+async def test_arguments_of_another_kind_are_named(
+    client: Client, given, said: str
+) -> None:
     calls = []
     if "episodes" not in given:
         calls.append(client.submit("m:C", **given))
@@ -263,9 +308,13 @@ async def test_a_reference_that_is_no_text_is_named(client: Client) -> None:
         await client.submit(Good)  # type: ignore[arg-type]
 
 
-async def test_values_that_a_template_cannot_have_are_refused_before_they_are_sent(client):
+async def test_values_that_a_template_cannot_have_are_refused_before_they_are_sent(
+    client,
+):
     for call in (client.submit("m:C", **TOOLS), client.serve(Good(), **TOOLS)):
-        with pytest.raises(ConfigError, match="chat_template_kwargs must not set 'tools'"):
+        with pytest.raises(
+            ConfigError, match="chat_template_kwargs must not set 'tools'"
+        ):
             await call
 
 
@@ -273,7 +322,9 @@ async def test_an_address_without_a_controller_is_named() -> None:
     async with Client("127.0.0.1:9") as client:
         serving = client.serve(Good(), connect_timeout_s=0.1)
         for call in (client.status(), client.stop("x"), serving):
-            with pytest.raises(ConfigError, match="no controller answers at 127.0.0.1:9") as e:
+            with pytest.raises(
+                ConfigError, match="no controller answers at 127.0.0.1:9"
+            ) as e:
                 await call
             # No traceback of gRPC comes before it.
             assert e.value.__suppress_context__ and e.value.__cause__ is None
@@ -284,17 +335,23 @@ async def test_an_address_without_a_controller_is_named() -> None:
             await anext(client.watch())
 
 
-async def test_a_run_that_has_ended_is_named_where_no_controller_answers(tmp_path: Path) -> None:
+async def test_a_run_that_has_ended_is_named_where_no_controller_answers(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.toml").write_text("")
     (tmp_path / "controller.address").write_text("127.0.0.1:9\n")
     (tmp_path / "summary.json").write_text('{"state": "finished", "steps": 7}')
-    message = f"^{tmp_path} is finished with 7 steps: no controller answers at 127.0.0.1:9$"
+    message = (
+        f"^{tmp_path} is finished with 7 steps: no controller answers at 127.0.0.1:9$"
+    )
     async with Client.of_run(str(tmp_path)) as client:
         with pytest.raises(ConfigError, match=message):
             await client.stop("x")
 
 
-async def test_a_run_that_was_cut_off_is_told_where_no_controller_answers(tmp_path: Path) -> None:
+async def test_a_run_that_was_cut_off_is_told_where_no_controller_answers(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.toml").write_text("")
     (tmp_path / "controller.address").write_text("127.0.0.1:9\n")
 
@@ -308,20 +365,29 @@ async def test_a_run_that_was_cut_off_is_told_where_no_controller_answers(tmp_pa
     answers = "no controller answers at 127.0.0.1:9"
     assert await said() == f"{cut} 0, and the same command resumes it: {answers}"
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text('{"step": 6.0}\n{"step": 7.0}\n{"evaluation_step": 7.0}\n{"step": 8')
+    metrics.write_text(
+        '{"step": 6.0}\n{"step": 7.0}\n{"evaluation_step": 7.0}\n{"step": 8'
+    )
     at = f"{datetime.fromtimestamp(metrics.stat().st_mtime):%Y-%m-%d %H:%M:%S}"
-    assert await said() == f"{cut} 7 at {at}, and the same command resumes it: {answers}"
+    assert (
+        await said() == f"{cut} 7 at {at}, and the same command resumes it: {answers}"
+    )
     (tmp_path / "controller.address").write_text("192.0.2.1:9\n")
     assert find_run(str(tmp_path)).told == "", "it may go on there"
     (tmp_path / "controller.address").write_text("127.0.0.1:9\n")
     with hold_folder(tmp_path, refusal=""):
-        assert await said() == f"{tmp_path} goes on, and its controller may be starting: {answers}"
+        assert (
+            await said()
+            == f"{tmp_path} goes on, and its controller may be starting: {answers}"
+        )
 
 
 async def test_another_service_at_the_address_is_named() -> None:
     async with listening(None) as address, Client(address) as client:
         for call in (client.status(), client.serve(Good())):
-            with pytest.raises(ConfigError, match=f"{address} is no controller of this version"):
+            with pytest.raises(
+                ConfigError, match=f"{address} is no controller of this version"
+            ):
                 await call
 
 
@@ -329,18 +395,22 @@ async def test_what_answers_in_place_of_a_controller_is_told() -> None:
     async with BadNetwork("127.0.0.1:9") as network, Client(network.address) as client:
         network.page = b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: 0\r\n\r\n"
         message = (
-            rf"no controller answers at {network.address} \(.*HTTP status 502.*\); start a run"
+            rf"no controller answers at {network.address} \(.*HTTP status 502.*\); "
+            rf"start a run"
         )
         with pytest.raises(ConfigError, match=message):
             await client.status()
         message = (
-            rf"no controller answers at {network.address} \(.*HTTP status 502.*\) within 0.1 s$"
+            rf"no controller answers at {network.address} \(.*HTTP status 502.*\) "
+            rf"within 0.1 s$"
         )
         with pytest.raises(ConfigError, match=message):
             await client.serve(Good(), connect_timeout_s=0.1)
 
 
-async def test_a_wrong_token_is_reported(controller: Controller, tmp_path: Path) -> None:
+async def test_a_wrong_token_is_reported(
+    controller: Controller, tmp_path: Path
+) -> None:
     right = tmp_path / "right"
     wrong = tmp_path / "wrong"
     right.write_text(TOKEN)
@@ -355,7 +425,9 @@ async def test_a_wrong_token_is_reported(controller: Controller, tmp_path: Path)
 
 
 def test_an_address_that_cannot_work_is_refused_at_once() -> None:
-    with pytest.raises(ConfigError, match="an address is host:port with a port up to 65535"):
+    with pytest.raises(
+        ConfigError, match="an address is host:port with a port up to 65535"
+    ):
         Client("localhost")
     far = r"the controller 10.0.0.1:7070 is not loopback: give tls_ca \(--tls-ca\)"
     with pytest.raises(ConfigError, match=far):
@@ -382,9 +454,18 @@ async def test_status_and_environments_are_plain_values(client, controller):
         metrics={"reward_mean": 0.5},
     )
     status = await client.status()
-    assert (status.run_id, status.state, status.step, status.is_over) == ("r", "finished", 3, True)
+    assert (status.run_id, status.state, status.step, status.is_over) == (
+        "r",
+        "finished",
+        3,
+        True,
+    )
     (server,) = status.servers
-    assert (server.state, str(server.version), server.generated_tokens) == ("serving", "2/1", 9)
+    assert (server.state, str(server.version), server.generated_tokens) == (
+        "serving",
+        "2/1",
+        9,
+    )
     assert (status.ledger.trained, status.metrics) == (9, {"reward_mean": 0.5})
     assert "the ledger is open, lost" in status_lines(status)
 
@@ -394,15 +475,21 @@ async def test_stop_hands_the_reason_on(client: Client, controller: Controller) 
     assert controller.stopped == ["enough"]
 
 
-@pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL])
-async def test_watch_goes_on_after_a_lost_stream_and_ends_with_the_run(client, controller, code):
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL]
+)
+async def test_watch_goes_on_after_a_lost_stream_and_ends_with_the_run(
+    client, controller, code
+):
     # A proxy between them that ends a stream does so with INTERNAL.
     controller.breaks_with = code
     controller.events = [
         [status_pb2.Event(number=n, text=f"event {n}") for n in (4, 5)],
         [],
         [
-            status_pb2.Event(number=6, severity=status_pb2.SEVERITY_WARNING, metrics={"a": 1}),
+            status_pb2.Event(
+                number=6, severity=status_pb2.SEVERITY_WARNING, metrics={"a": 1}
+            ),
             status_pb2.Event(number=7, final_state=status_pb2.RUN_STATE_FINISHED),
         ],
     ]
@@ -441,7 +528,9 @@ async def test_serve_leaves_a_stream_that_another_controller_does_not_know(
     assert not controller.streams
 
 
-async def test_serve_answers_the_controller_until_it_ends_the_stream(client, controller):
+async def test_serve_answers_the_controller_until_it_ends_the_stream(
+    client, controller
+):
     seen = []
 
     async def stream(call: Call) -> None:
@@ -451,7 +540,9 @@ async def test_serve_answers_the_controller_until_it_ends_the_stream(client, con
         seen.append(await call.ask(step=step))
 
     controller.streams = [stream]
-    await asyncio.wait_for(client.serve(Good(), episodes=5, weight=2.0, timeout_s=9.0), LIMIT_S)
+    await asyncio.wait_for(
+        client.serve(Good(), episodes=5, weight=2.0, timeout_s=9.0), LIMIT_S
+    )
     hello, observation, verdict = seen
     assert hello.hello == environment_pb2.WorkerHello(
         spec=environment_pb2.EnvironmentSpec(
@@ -478,7 +569,9 @@ async def test_serve_comes_back_to_a_controller_that_was_lost(client, controller
         await call.context.abort(grpc.StatusCode.UNAVAILABLE, "going down")
 
     async def refusing(call: Call) -> None:
-        await call.context.abort(grpc.StatusCode.FAILED_PRECONDITION, "it is served already")
+        await call.context.abort(
+            grpc.StatusCode.FAILED_PRECONDITION, "it is served already"
+        )
 
     async def ending(call: Call) -> None:
         assert (await call.read()).HasField("hello")
@@ -510,7 +603,9 @@ async def test_serve_ends_when_the_run_was_over_before_it_came_back(client, cont
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.OK, grpc.StatusCode.INTERNAL])
-async def test_serve_asks_why_its_stream_has_ended(client, controller, caplog, code) -> None:
+async def test_serve_asks_why_its_stream_has_ended(
+    client, controller, caplog, code
+) -> None:
     async def ending(call: Call) -> None:
         await call.read()
         if code is not grpc.StatusCode.OK:
@@ -522,7 +617,9 @@ async def test_serve_asks_why_its_stream_has_ended(client, controller, caplog, c
     )
     controller.status.environments.append(suspended)
     controller.streams = [ending, ending]
-    with pytest.raises(EnvironmentFailed, match="^environment good is suspended: it fails$"):
+    with pytest.raises(
+        EnvironmentFailed, match="^environment good is suspended: it fails$"
+    ):
         await asyncio.wait_for(client.serve(Good()), LIMIT_S)
     controller.status.state = status_pb2.RUN_STATE_FAILED
     controller.status.cause = "no environment is left"
@@ -532,7 +629,9 @@ async def test_serve_asks_why_its_stream_has_ended(client, controller, caplog, c
     ]
 
 
-async def test_serve_gives_up_a_controller_that_stays_lost(controller: Controller) -> None:
+async def test_serve_gives_up_a_controller_that_stays_lost(
+    controller: Controller,
+) -> None:
     attached = asyncio.Event()
 
     async def waiting(call: Call) -> None:
@@ -552,18 +651,24 @@ async def test_serve_gives_up_a_controller_that_stays_lost(controller: Controlle
         await client.__aexit__(None, None, None)
 
 
-async def test_serve_reports_a_first_refusal(client: Client, controller: Controller) -> None:
+async def test_serve_reports_a_first_refusal(
+    client: Client, controller: Controller
+) -> None:
     async def refusing(call: Call) -> None:
         await call.read()
         cause = "episodes must be at least the group size 16, got 5"
         await call.context.abort(grpc.StatusCode.FAILED_PRECONDITION, cause)
 
     controller.streams = [refusing]
-    with pytest.raises(ConfigError, match="episodes must be at least the group size 16, got 5"):
+    with pytest.raises(
+        ConfigError, match="episodes must be at least the group size 16, got 5"
+    ):
         await client.serve(Good(), episodes=5)
 
 
-async def test_serve_tells_the_first_few_different_failures_on_stderr(client, controller, capsys):
+async def test_serve_tells_the_first_few_different_failures_on_stderr(
+    client, controller, capsys
+):
     causes = iter("aabcdefg")
 
     class Broken(Good):
@@ -587,7 +692,9 @@ async def test_serve_refuses_an_environment_without_tasks(client: Client) -> Non
         await client.serve(Empty())
 
 
-async def test_cancelling_serve_ends_the_stream(client: Client, controller: Controller) -> None:
+async def test_cancelling_serve_ends_the_stream(
+    client: Client, controller: Controller
+) -> None:
     attached = asyncio.Event()
     ended = asyncio.Event()
 
@@ -612,7 +719,9 @@ async def test_cancelling_serve_ends_the_stream(client: Client, controller: Cont
 async def test_the_command_drains_the_server_that_it_names(capsys) -> None:
     controller = Controller()
     async with listening(controller) as address:
-        arguments = parse(["drain", "server-1", "--reason", "new driver", "--controller", address])
+        arguments = parse(
+            ["drain", "server-1", "--reason", "new driver", "--controller", address]
+        )
         assert await arguments.execute(arguments) == 0
         assert capsys.readouterr().out == "rollout server server-1 drains\n"
         controller.lacking = "no rollout server stays"
@@ -640,18 +749,31 @@ async def test_a_controller_that_does_not_listen_yet_is_waited_for(caplog):
             await served.wait()
             with pytest.raises(ConfigError, match="no controller of this version"):
                 await serving
-    assert f"no controller answers at {address} yet; waiting for up to 60 s" in caplog.text
+    assert (
+        f"no controller answers at {address} yet; waiting for up to 60 s" in caplog.text
+    )
 
 
 async def test_scalars_of_numpy_are_sent_as_the_numbers_that_they_hold(
     client: Client, controller: Controller
 ) -> None:
-    settings = {"digits": np.int64(3), "rates": [np.float32(0.5)], "sure": np.bool_(True)}
-    await client.submit("m:C", args=settings, weight=np.float32(2.5), num_workers=np.int64(4))
+    settings = {
+        "digits": np.int64(3),
+        "rates": [np.float32(0.5)],
+        "sure": np.bool_(True),
+    }
+    await client.submit(
+        "m:C", args=settings, weight=np.float32(2.5), num_workers=np.int64(4)
+    )
     (spec,) = controller.submitted
-    assert (spec.args_json, spec.weight) == ('{"digits": 3, "rates": [0.5], "sure": true}', 2.5)
+    assert (spec.args_json, spec.weight) == (
+        '{"digits": 3, "rates": [0.5], "sure": true}',
+        2.5,
+    )
     assert spec.num_workers == 4
-    with pytest.raises(ConfigError, match=r"args must be a JSON object: array\(.* is no value of"):
+    with pytest.raises(
+        ConfigError, match=r"args must be a JSON object: array\(.* is no value of"
+    ):
         await client.submit("m:C", args={"a": np.zeros(2)})
 
 

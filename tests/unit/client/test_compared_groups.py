@@ -8,7 +8,12 @@ from slipstream.client.audit import Audit
 from slipstream.client.audit_plays import EpisodeLimits, Played, PlayedReply
 from slipstream.client.audit_report import findings
 from slipstream.client.conversion import group_verdict
-from slipstream.client.environment import Environment, FinishedEpisode, GroupReward, StepResult
+from slipstream.client.environment import (
+    Environment,
+    FinishedEpisode,
+    GroupReward,
+    StepResult,
+)
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.client.findings import Findings
 from slipstream.client.verified_batch import TrajectoryCheck
@@ -97,10 +102,15 @@ async def test_an_audit_tells_of_a_judge_that_fails() -> None:
         ([0.0, True, 1.0], "a reward for each of 2 episodes"),
         ([0.0, "high"], "the reward of episode 1 must be a finite number, got 'high'"),
         ([0.0, 1e9], "reward"),
-        ([GroupReward(0.0, {"a": float("inf")}), 0.0], "the metric 'a' must be a finite number"),
+        (
+            [GroupReward(0.0, {"a": float("inf")}), 0.0],
+            "the metric 'a' must be a finite number",
+        ),
     ],
 )
-def test_a_wrong_verdict_on_a_group_is_told_by_its_value(result: object, message: str) -> None:
+def test_a_wrong_verdict_on_a_group_is_told_by_its_value(
+    result: object, message: str
+) -> None:
     with pytest.raises(EnvironmentFailed) as fault:
         group_verdict(result, 2)
     assert message in str(fault.value)

@@ -16,7 +16,9 @@ from support.fakes.small_configs import SMALLEST, small_config
 
 
 def config(**changes: object) -> Config:
-    tables: dict[str, dict[str, object]] = {"algorithm": {"group_size": 4, "groups_per_step": 8}}
+    tables: dict[str, dict[str, object]] = {
+        "algorithm": {"group_size": 4, "groups_per_step": 8}
+    }
     for key, value in changes.items():
         section, name = key.split("__")
         tables.setdefault(section, {})[name] = value
@@ -57,7 +59,9 @@ def test_every_setting_that_must_stay_is_tried() -> None:
 def test_a_setting_that_recorded_steps_depend_on_must_stay(key: str) -> None:
     beside = BESIDE.get(key, {})
     changed = config(**beside, **{key.replace(".", "__"): CHANGED[key]})
-    with pytest.raises(ConfigError, match=f"{key} must stay .* when a run goes on, got .*: "):
+    with pytest.raises(
+        ConfigError, match=f"{key} must stay .* when a run goes on, got .*: "
+    ):
         check_resumable(config(**beside), changed)
 
 
@@ -65,7 +69,9 @@ def test_a_setting_that_recorded_steps_depend_on_must_stay(key: str) -> None:
 def test_a_bound_may_grow_and_not_shrink(key: str) -> None:
     small, large = (config(**{key.replace(".", "__"): n}) for n in (2, 3))
     check_resumable(small, large)
-    with pytest.raises(ConfigError, match=f"{key} must be at least 3 when a run goes on, got 2"):
+    with pytest.raises(
+        ConfigError, match=f"{key} must be at least 3 when a run goes on, got 2"
+    ):
         check_resumable(large, small)
 
 
@@ -76,7 +82,9 @@ def test_a_function_with_another_source_needs_a_word() -> None:
         for digest in ("1", "2")
     )
     check_resumable(before, before)
-    with pytest.raises(ConfigError, match=f'{name}: changed since .*; .* run.resume = "changed"'):
+    with pytest.raises(
+        ConfigError, match=f'{name}: changed since .*; .* run.resume = "changed"'
+    ):
         check_resumable(before, now)
     accepted = now.run.model_copy(update={"resume": "changed"})
     check_resumable(before, now.model_copy(update={"run": accepted}))
@@ -96,7 +104,9 @@ def test_a_function_with_another_source_needs_a_word() -> None:
         "additional_chat_templates/tools.jinja",
     ],
 )
-def test_a_tokenizer_that_has_changed_in_its_folder_needs_a_word(name: str, tmp_path: Path) -> None:
+def test_a_tokenizer_that_has_changed_in_its_folder_needs_a_word(
+    name: str, tmp_path: Path
+) -> None:
     settings = tmp_path / "config.toml"
     model = tmp_path / "model"
     (model / name).parent.mkdir(parents=True)
@@ -134,7 +144,9 @@ def test_first_weights_that_have_changed_need_a_word(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    name = "iter_1/__0_0.distcp" if setting == "checkpoint.load" else "model.safetensors"
+    name = (
+        "iter_1/__0_0.distcp" if setting == "checkpoint.load" else "model.safetensors"
+    )
     file = Path(folder, name)
     file.parent.mkdir(parents=True)
     file.write_bytes(data)
@@ -151,7 +163,9 @@ def test_first_weights_that_have_changed_need_a_word(
     check_resumable(before, load_config(settings, ['run.resume="changed"']))
 
 
-def test_a_chat_template_of_the_settings_that_has_changed_needs_a_word(tmp_path: Path) -> None:
+def test_a_chat_template_of_the_settings_that_has_changed_needs_a_word(
+    tmp_path: Path,
+) -> None:
     template = tmp_path / "a.jinja"
     other = tmp_path / "b.jinja"
     template.write_text("one")
@@ -200,10 +214,14 @@ REFERENCE = {"algorithm__kl": {"coefficient": 0.1}, "reference__refresh_every_st
         ),
     ],
 )
-def test_a_model_that_checkpoints_hold_stays_and_none_is_added(key, beside, beside_without):
+def test_a_model_that_checkpoints_hold_stays_and_none_is_added(
+    key, beside, beside_without
+):
     with_it = config(**beside)
     without = config(**beside_without)
-    with pytest.raises(ConfigError, match=f"{key} cannot be left out when a run goes on"):
+    with pytest.raises(
+        ConfigError, match=f"{key} cannot be left out when a run goes on"
+    ):
         check_resumable(with_it, without)
     with pytest.raises(ConfigError, match=f"{key} cannot be added when a run goes on"):
         check_resumable(without, with_it)
@@ -212,7 +230,9 @@ def test_a_model_that_checkpoints_hold_stays_and_none_is_added(key, beside, besi
 
 def test_an_environment_stays_and_others_may_join() -> None:
     def environments(*names: str) -> Config:
-        sections = tuple(EnvironmentSection(name=name, reference="m:E") for name in names)
+        sections = tuple(
+            EnvironmentSection(name=name, reference="m:E") for name in names
+        )
         return config().model_copy(update={"environments": sections})
 
     check_resumable(environments("questions"), environments("other", "questions"))
@@ -251,7 +271,9 @@ def test_the_likely_tokens_of_a_reference_stay_and_its_address_may_change() -> N
 
     check_resumable(asking(4), asking(4, port=9001))
     for before, now in ((4, 5), (0, 4), (None, 0), (0, None)):
-        with pytest.raises(ConfigError, match=f"must stay {before} .*, got {now}: recorded"):
+        with pytest.raises(
+            ConfigError, match=f"must stay {before} .*, got {now}: recorded"
+        ):
             check_resumable(asking(before), asking(now))
 
 
@@ -263,11 +285,15 @@ def test_an_environment_keeps_its_adapter() -> None:
         return changed.model_copy(update={"environments": (section,)})
 
     check_resumable(with_adapter("code"), with_adapter("code"))
-    with pytest.raises(ConfigError, match="adapter of e must stay 'code' when .*, got 'math': "):
+    with pytest.raises(
+        ConfigError, match="adapter of e must stay 'code' when .*, got 'math': "
+    ):
         check_resumable(with_adapter("code"), with_adapter("math"))
 
 
-def test_the_temperature_of_an_environment_must_stay_and_its_weight_may_change() -> None:
+def test_the_temperature_of_an_environment_must_stay_and_its_weight_may_change() -> (
+    None
+):
     def changed(**entry: float):
         entries = {"e": entry}
         return config(extensions__by_environment={"environments": entries})
@@ -279,7 +305,9 @@ def test_the_temperature_of_an_environment_must_stay_and_its_weight_may_change()
         (changed(temperature=0.5), config()),
         (changed(temperature=0.5), changed(temperature=0.6)),
     ):
-        with pytest.raises(ConfigError, match="temperature of e must stay .* when a run goes on"):
+        with pytest.raises(
+            ConfigError, match="temperature of e must stay .* when a run goes on"
+        ):
             check_resumable(before, now)
 
 
@@ -294,5 +322,7 @@ def test_the_size_of_an_environments_groups_must_stay() -> None:
         (config(), with_size(plain_size + 1)),
         (with_size(plain_size + 1), config()),
     ):
-        with pytest.raises(ConfigError, match="group_size of e must stay .* when a run goes on"):
+        with pytest.raises(
+            ConfigError, match="group_size of e must stay .* when a run goes on"
+        ):
             check_resumable(before, now)

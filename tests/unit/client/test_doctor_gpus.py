@@ -78,7 +78,10 @@ def test_a_gpu_that_another_program_holds_is_named(nvml: FakeNvml) -> None:
     assert "GPU in use" not in found(2)
     nvml.taken = 1
     finding = found(2)["GPU in use"]
-    assert (finding.verdict, finding.seen) == (Verdict.ADVICE, "1: 30 of 140 GiB are free")
+    assert (finding.verdict, finding.seen) == (
+        Verdict.ADVICE,
+        "1: 30 of 140 GiB are free",
+    )
 
 
 def test_entry_that_names_no_gpu_is_a_problem(nvml: FakeNvml) -> None:
@@ -101,7 +104,9 @@ def config_of(**sections: dict[str, Any]) -> Config:
 
 def test_a_build_of_torch_that_does_not_fit_the_machine_is_told(monkeypatch) -> None:
     def told(version: str, gpus: tuple[Gpu, ...]) -> Finding | None:
-        monkeypatch.setattr(machine, "installed", lambda names: dict.fromkeys(names, version))
+        monkeypatch.setattr(
+            machine, "installed", lambda names: dict.fromkeys(names, version)
+        )
         monkeypatch.setattr(machine, "uses_gpus", lambda: not version.endswith("+cpu"))
         monkeypatch.setattr(machine, "list_gpus", lambda: gpus)
         return check_build(Scene())
@@ -134,9 +139,13 @@ def fits(config, monkeypatch, gpus, billions):
     return {finding.area or "placement": finding for finding in check_fit(scene)}
 
 
-def test_memory_of_each_gpu_is_compared_with_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_each_gpu_is_compared_with_the_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     findings = fits(config_of(), monkeypatch, 2, 7.0)
-    assert findings["placement"].seen == "trainer rank 0: GPU 0; rollout server 0: GPU 1"
+    assert (
+        findings["placement"].seen == "trainer rank 0: GPU 0; rollout server 0: GPU 1"
+    )
     # 7e9 * 18 bytes are 117.3 GiB, and activations want 15 % of 140.
     assert findings["GPU memory"].verdict is Verdict.OK
     assert findings["GPU memory"].seen == "117.3 of 140.0 GiB for a trainer rank"
@@ -166,7 +175,9 @@ def headers(folder: Path, tensors: dict[str, list[int]]) -> Path:
         for name, shape in tensors.items()
     }
     header = json.dumps({"__metadata__": {"format": "pt"}, **entries}).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (folder / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header
+    )
     return folder
 
 
@@ -217,7 +228,10 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path):
     del tables["drafts"]
 
     # Layers that predict further tokens are not loaded.
-    tensors |= {"mtp.fc.weight": [9, 9], "model.layers.1.mlp.experts.0.up_proj.weight": [9, 9]}
+    tensors |= {
+        "mtp.fc.weight": [9, 9],
+        "model.layers.1.mlp.experts.0.up_proj.weight": [9, 9],
+    }
     model["path"] = str(headers(tmp_path / "further", tensors))
     assert needs(ep=4).rank_bytes == (2 + 6) * 18e6
 
@@ -226,19 +240,25 @@ def test_experts_are_spread_over_the_expert_parallel_ranks(tmp_path):
     assert fit.needs_of(config_of(model=model)) is None
 
 
-def test_engine_without_room_for_a_cache_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_without_room_for_a_cache_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = config_of(rollout_server={"gpu_memory_utilization": 0.1})
     finding = fits(config, monkeypatch, 2, 6.0)["engine memory"]
     assert finding.verdict is Verdict.PROBLEM
     assert finding.seen == "11.2 of 14.0 GiB for an engine's weights"
 
 
-def test_what_does_not_fit_one_machine_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_one_machine_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = config_of(rollout_server={"count": 4})
     finding = fits(config, monkeypatch, 2, 1.0)["placement"]
     assert finding.verdict is Verdict.PROBLEM
     assert "5 GPUs are needed here" in finding.seen
-    wrong = fits(config_of(weights={"transport": "nccl"}), monkeypatch, 1, 1.0)["placement"]
+    wrong = fits(config_of(weights={"transport": "nccl"}), monkeypatch, 1, 1.0)[
+        "placement"
+    ]
     assert "nccl joins no two processes on one GPU" in wrong.seen
 
 
@@ -258,7 +278,12 @@ def test_what_does_not_fit_one_machine_is_a_problem(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_driver_for_an_older_cuda_than_torchs_is_a_problem(
-    torch: str, runtime: str, cuda_number: int, is_problem: bool, nvml: FakeNvml, monkeypatch
+    torch: str,
+    runtime: str,
+    cuda_number: int,
+    is_problem: bool,
+    nvml: FakeNvml,
+    monkeypatch,
 ) -> None:
     versions = {"torch": torch, "nvidia-cuda-runtime": runtime}
     monkeypatch.setattr(

@@ -86,11 +86,15 @@ def test_an_error_in_an_iterator_does_not_end_the_tasks() -> None:
     assert [source[i] for i in (2, 3, 0, 4)] == ["c", "d", "a", "a"]
 
 
-def test_an_iterator_that_gives_its_tasks_once_is_named_when_they_are_asked_for_again() -> None:
+def test_an_iterator_that_gives_its_tasks_once_is_named_when_they_are_asked_for_again() -> (
+    None
+):
     once = iter(range(MAX_CACHED_TASKS + 2))
     source = TaskSource(Tasks(lambda: once))
     assert source[MAX_CACHED_TASKS + 1] == MAX_CACHED_TASKS + 1
-    with pytest.raises(ValueError, match=r"Tasks.tasks\(\) must give its tasks at each call"):
+    with pytest.raises(
+        ValueError, match=r"Tasks.tasks\(\) must give its tasks at each call"
+    ):
         source[0]
 
 
@@ -101,7 +105,9 @@ def test_no_task_at_all_is_refused(make: object) -> None:
 
 
 @pytest.mark.parametrize("value", [None, 3, {"a": 1}, "text"])
-def test_tasks_that_are_neither_sequence_nor_iterator_are_refused(value: object) -> None:
+def test_tasks_that_are_neither_sequence_nor_iterator_are_refused(
+    value: object,
+) -> None:
     with pytest.raises(ValueError, match=f"got {type(value).__name__}"):
         TaskSource(Tasks(lambda: value))
 
@@ -125,15 +131,32 @@ def test_a_missing_method_says_which() -> None:
     [
         ({"text": None}, "text of a reply must be a text, got None"),
         ({"content": 3}, "content of a reply must be a text, got 3"),
-        ({"reasoning": 3, "content": "a"}, "reasoning of a reply must be a text, got 3"),
+        (
+            {"reasoning": 3, "content": "a"},
+            "reasoning of a reply must be a text, got 3",
+        ),
         ({"tool_calls": 3}, "tool_calls of a reply must be a list of calls, got 3"),
-        ({"tool_calls": [{"id": "a"}]}, "tool_calls of a reply must be a list of calls, got [{'id"),
-        ({"token_ids": 3}, "token_ids of a reply must be a list of whole numbers, got 3"),
-        ({"token_ids": "12"}, "token_ids of a reply must be a list of whole numbers, got '12'"),
-        ({"token_ids": [0.5]}, "token_ids of a reply must be a list of whole numbers, got [0.5]"),
+        (
+            {"tool_calls": [{"id": "a"}]},
+            "tool_calls of a reply must be a list of calls, got [{'id",
+        ),
+        (
+            {"token_ids": 3},
+            "token_ids of a reply must be a list of whole numbers, got 3",
+        ),
+        (
+            {"token_ids": "12"},
+            "token_ids of a reply must be a list of whole numbers, got '12'",
+        ),
+        (
+            {"token_ids": [0.5]},
+            "token_ids of a reply must be a list of whole numbers, got [0.5]",
+        ),
     ],
 )
-def test_a_part_of_a_reply_that_is_of_another_kind_is_named(fields: dict, said: str) -> None:
+def test_a_part_of_a_reply_that_is_of_another_kind_is_named(
+    fields: dict, said: str
+) -> None:
     with pytest.raises(TypeError, match=f"^{re.escape(said)}"):
         Reply(**{"text": "a"} | fields)
 
@@ -150,16 +173,24 @@ def test_a_reply_has_its_parts_as_they_were_given() -> None:
 @pytest.mark.parametrize(
     ("call", "said"),
     [
-        (ToolCall("a", 3, {}), "a call of a tool has a function with a name, got ToolCall(id='a',"),  # type: ignore[arg-type]
+        (
+            ToolCall("a", 3, {}),
+            "a call of a tool has a function with a name, got ToolCall(id='a',",
+        ),  # type: ignore[arg-type]
         (ToolCall(3, "f", {}), "the id of a call must be a text, got 3"),  # type: ignore[arg-type]
-        (ToolCall("a", "f", [1]), "arguments of f must be an object or JSON text, got [1]"),  # type: ignore[arg-type]
+        (
+            ToolCall("a", "f", [1]),
+            "arguments of f must be an object or JSON text, got [1]",
+        ),  # type: ignore[arg-type]
         (
             ToolCall("a", "f", {"x": Decimal(1)}),
             "arguments of f must be a JSON object: Decimal('1') is no value of JSON",
         ),
     ],
 )
-def test_a_call_of_a_tool_with_a_part_of_another_kind_is_named(call: ToolCall, said: str) -> None:
+def test_a_call_of_a_tool_with_a_part_of_another_kind_is_named(
+    call: ToolCall, said: str
+) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
         read_message(Message("assistant", "", tool_calls=(call,)))
 
@@ -167,6 +198,8 @@ def test_a_call_of_a_tool_with_a_part_of_another_kind_is_named(call: ToolCall, s
 def test_an_array_in_place_of_calls_is_named_and_its_scalars_are_numbers() -> None:
     call = {"name": "f", "arguments": {"x": np.int64(3)}}
     settings = {"role": "assistant", "content": ""}
-    assert read_message(settings | {"tool_calls": [call]}).tool_calls[0].text == '{"x": 3}'
+    assert (
+        read_message(settings | {"tool_calls": [call]}).tool_calls[0].text == '{"x": 3}'
+    )
     with pytest.raises(ValueError, match=r"tool_calls must be a list, got array\("):
         read_message(settings | {"tool_calls": np.array([call, call])})

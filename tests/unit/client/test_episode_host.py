@@ -34,7 +34,9 @@ async def asked(host: EpisodeHost, **command: object) -> pb.WorkerMessage:
 
 
 async def reset(host, key="a", task_index=0, seed=0):
-    return await asked(host, reset={"episode_key": key, "task_index": task_index, "seed": seed})
+    return await asked(
+        host, reset={"episode_key": key, "task_index": task_index, "seed": seed}
+    )
 
 
 async def step(host, reply, key="a", **more):
@@ -49,7 +51,9 @@ async def test_an_episode_of_two_turns_is_answered() -> None:
     host = EpisodeHost(Good())
     answer = await reset(host, task_index=4, seed=9)
     assert answer.call_id == 1
-    assert [(m.role, m.content) for m in answer.observation.messages] == [("user", "two 9")]
+    assert [(m.role, m.content) for m in answer.observation.messages] == [
+        ("user", "two 9")
+    ]
     answer = await step(host, "hello")
     assert (answer.verdict.reward, answer.verdict.done) == (0.25, False)
     assert answer.verdict.messages[0].content == "hello"
@@ -62,7 +66,9 @@ async def test_an_episode_of_two_turns_is_answered() -> None:
 async def test_a_reward_of_each_token_is_of_the_tokens_that_the_reply_has() -> None:
     class ByToken(One):
         def step(self, reply):
-            return StepResult(0.5, token_rewards=[token / 4 for token in reply.token_ids])
+            return StepResult(
+                0.5, token_rewards=[token / 4 for token in reply.token_ids]
+            )
 
     host = EpisodeHost(ByToken())
     await reset(host)
@@ -70,7 +76,9 @@ async def test_a_reward_of_each_token_is_of_the_tokens_that_the_reply_has() -> N
     assert (verdict.reward, list(verdict.token_rewards)) == (0.5, [0.25, 0.5])
 
 
-async def test_messages_that_end_with_a_reply_are_refused_unless_a_reply_is_given() -> None:
+async def test_messages_that_end_with_a_reply_are_refused_unless_a_reply_is_given() -> (
+    None
+):
     reply = {"role": "assistant", "content": "<think>so"}
     talk = [{"role": "user", "content": "x"}, reply]
 
@@ -117,14 +125,20 @@ async def test_episodes_do_not_see_each_other() -> None:
     ("reply", "cause"),
     [
         ("raise", "ValueError: first line (fake_workers.py:"),
-        ("no text", "Mute: its text cannot be made: ZeroDivisionError (fake_workers.py:"),
+        (
+            "no text",
+            "Mute: its text cannot be made: ZeroDivisionError (fake_workers.py:",
+        ),
         ("file", "OSError: no file a\\udcff (fake_workers.py:"),
         ("several", "ValueError: first (fake_workers.py:"),
         ("end", "StopIteration (fake_workers.py:"),
         ("panic", "Panic: index out of range (fake_workers.py:"),
         ("exit", "SystemExit: 3 (fake_workers.py:"),
         ("interrupt", "KeyboardInterrupt (fake_workers.py:"),
-        ("cancel", "its own code has cancelled the call: CancelledError (fake_workers.py:"),
+        (
+            "cancel",
+            "its own code has cancelled the call: CancelledError (fake_workers.py:",
+        ),
         ("nothing", "step() must return a StepResult, got None"),
         ("no messages", "step() must give messages when the episode is not done"),
         ("forgot done", "step() gives messages that nobody will read: done is True"),
@@ -142,11 +156,26 @@ async def test_episodes_do_not_see_each_other() -> None:
         ("two names", "metrics must have names that differ, got {1: 1.0, '1': 2.0}"),
         ("half a name", "texts must be without surrogates, got 'a\\ud800b'"),
         ("several ends", "done must be True or False, got array([ True, False])"),
-        ("picture", "a message of step(): a message has no field 'picture'; it has role, content"),
-        ("call of a user", "a message of step(): tool_call_id stands in a message of role tool"),
-        ("number of a call", "a message of step(): the tool_call_id of a message must be a text"),
-        ("tools of a last step", "step() names tools that nobody will call: done is True"),
-        ("tools without a type", "tools[0] must be an object with type \"function\", got {'name'"),
+        (
+            "picture",
+            "a message of step(): a message has no field 'picture'; it has role, content",
+        ),
+        (
+            "call of a user",
+            "a message of step(): tool_call_id stands in a message of role tool",
+        ),
+        (
+            "number of a call",
+            "a message of step(): the tool_call_id of a message must be a text",
+        ),
+        (
+            "tools of a last step",
+            "step() names tools that nobody will call: done is True",
+        ),
+        (
+            "tools without a type",
+            "tools[0] must be an object with type \"function\", got {'name'",
+        ),
     ],
 )
 async def test_what_goes_wrong_in_a_step_is_a_failure_of_the_environment(reply, cause):
@@ -177,7 +206,9 @@ async def test_the_place_stands_behind_a_long_text_and_the_number_of_errors_behi
     host = EpisodeHost(Misbehaving())
     await reset(host)
     place = r" \(fake_workers.py:\d+ in (step|fail)\)"
-    assert re.fullmatch("ValueError: x{350}" + place, (await step(host, "much")).failure.message)
+    assert re.fullmatch(
+        "ValueError: x{350}" + place, (await step(host, "much")).failure.message
+    )
     message = (await step(host, "several")).failure.message
     assert re.fullmatch("ValueError: first" + place + " and 1 more", message)
 
@@ -192,7 +223,9 @@ async def test_the_place_stands_behind_a_long_text_and_the_number_of_errors_behi
         (5, "a message of reset(): texts must be without surrogates, got '"),
     ],
 )
-async def test_what_goes_wrong_in_a_reset_is_a_failure_and_leaves_no_episode(task_index, cause):
+async def test_what_goes_wrong_in_a_reset_is_a_failure_and_leaves_no_episode(
+    task_index, cause
+):
     host = EpisodeHost(Misbehaving())
     failure = (await reset(host, task_index=task_index)).failure
     assert failure.kind == ENVIRONMENT
@@ -203,7 +236,9 @@ async def test_what_goes_wrong_in_a_reset_is_a_failure_and_leaves_no_episode(tas
 async def test_tools_travel_and_step_gets_what_the_parsers_read() -> None:
     host = EpisodeHost(Calculator())
     opened = (await reset(host)).observation
-    assert [tool["function"]["name"] for tool in read_tools(opened.tools_json)] == ["add"]
+    assert [tool["function"]["name"] for tool in read_tools(opened.tools_json)] == [
+        "add"
+    ]
     calls = [
         pb.ToolCall(id="a", name="add", arguments='{"a": 1}'),
         pb.ToolCall(id="b", name="add", arguments="[1]"),
@@ -279,7 +314,9 @@ async def test_closing_an_episode_cancels_what_runs_and_calls_close() -> None:
 
 
 @pytest.mark.parametrize("waits", [False, True])
-async def test_an_environment_that_cancels_its_own_task_fails_one_call(waits: bool) -> None:
+async def test_an_environment_that_cancels_its_own_task_fails_one_call(
+    waits: bool,
+) -> None:
     class Cancelling(Plain):
         async def step(self, reply: str) -> StepResult:
             if reply:
@@ -291,7 +328,9 @@ async def test_an_environment_that_cancels_its_own_task_fails_one_call(waits: bo
     await reset(host)
     failure = (await step(host, "x")).failure
     assert failure.kind == ENVIRONMENT
-    assert failure.message.startswith("its own code has cancelled the call: CancelledError (test_e")
+    assert failure.message.startswith(
+        "its own code has cancelled the call: CancelledError (test_e"
+    )
     assert (await step(host, "")).verdict.reward == 1.0
 
 
@@ -327,7 +366,9 @@ async def test_a_cause_is_the_same_for_each_object_that_it_shows(name: str) -> N
     await reset(host)
     causes = {(await step(host, "x")).failure.message for _ in range(9)}
     assert len(causes) == 1
-    assert causes.pop().startswith(f"step() must return a StepResult, got <m.{name} object")
+    assert causes.pop().startswith(
+        f"step() must return a StepResult, got <m.{name} object"
+    )
 
 
 async def test_calls_that_no_server_should_make_are_refused() -> None:
@@ -348,7 +389,10 @@ async def test_calls_that_no_server_should_make_are_refused() -> None:
 
 async def test_a_loaded_environment_answers() -> None:
     host = EpisodeHost()
-    spec = {"reference": "slipstream.environments.echo:Echo", "args_json": '{"num_symbols": 3}'}
+    spec = {
+        "reference": "slipstream.environments.echo:Echo",
+        "args_json": '{"num_symbols": 3}',
+    }
     answer = await asked(host, load={"spec": spec})
     assert answer.loaded.num_tasks == 5
     prompt = (await reset(host)).observation.messages[0].content
@@ -360,7 +404,11 @@ async def test_a_loaded_environment_answers() -> None:
     [
         ("fake_workers", "", "a reference is package.module:Class, got 'fake_workers'"),
         ("no_such.module:X", "", "there is no module 'no_such' in Python's path"),
-        ("no_such.py:X", "", "there is no module 'no_such' in Python's path; without .py: no_such"),
+        (
+            "no_such.py:X",
+            "",
+            "there is no module 'no_such' in Python's path; without .py: no_such",
+        ),
         (f"{FAKE}:Missing", "", f"module {FAKE} has no class Missing"),
         (f"{FAKE}:NoEnvironment", "", f"{FAKE}:NoEnvironment is no subclass of"),
         (
@@ -371,10 +419,16 @@ async def test_a_loaded_environment_answers() -> None:
         (f"{FAKE}:Good", "[3]", "the arguments must be a JSON object, got [3]"),
         (f"{FAKE}:Good", "{", "the arguments are not JSON: "),
         (f"{FAKE}:Empty", "", "ValueError: Empty.tasks() gives no task"),
-        (QUESTIONS, '{"path": "none.jsonl", "judge": "exact"}', "none.jsonl does not exist; the w"),
+        (
+            QUESTIONS,
+            '{"path": "none.jsonl", "judge": "exact"}',
+            "none.jsonl does not exist; the w",
+        ),
     ],
 )
-async def test_what_cannot_be_loaded_is_a_failure_with_the_cause(reference, args, cause):
+async def test_what_cannot_be_loaded_is_a_failure_with_the_cause(
+    reference, args, cause
+):
     spec = {"reference": reference, "args_json": args}
     answer = await asked(EpisodeHost(), load={"spec": spec})
     assert answer.failure.kind == ENVIRONMENT
@@ -383,7 +437,10 @@ async def test_what_cannot_be_loaded_is_a_failure_with_the_cause(reference, args
 
 async def test_a_search_path_that_is_no_folder_is_named(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    for folder, place in ((tmp_path / "none", ", which is no folder here,"), (tmp_path, "")):
+    for folder, place in (
+        (tmp_path / "none", ", which is no folder here,"),
+        (tmp_path, ""),
+    ):
         spec = {"reference": "no_such:X", "search_path": str(folder)}
         answer = await asked(EpisodeHost(), load={"spec": spec})
         cause = f"there is no module 'no_such' in {folder}{place} or Python's path"
@@ -417,7 +474,9 @@ async def test_commands_are_answered_side_by_side_and_given_up_at_the_end() -> N
         answers.append(message.call_id)
         answered.set()
 
-    await asyncio.wait_for(answer_commands(EpisodeHost(Waiting()), commands(), send), LIMIT_S)
+    await asyncio.wait_for(
+        answer_commands(EpisodeHost(Waiting()), commands(), send), LIMIT_S
+    )
     assert answers == [1]
     assert closed.is_set()
 
@@ -445,7 +504,8 @@ async def test_an_environment_may_shorten_the_replies_of_an_episode():
 
 
 @pytest.mark.parametrize(
-    ("answer", "told"), [("42", "42"), ("é" * 3000, "é" * 2048), ("\ud800x", "?x"), (42, None)]
+    ("answer", "told"),
+    [("42", "42"), ("é" * 3000, "é" * 2048), ("\ud800x", "?x"), (42, None)],
 )
 async def test_the_expected_answer_goes_with_the_observation(answer, told):
     class Asking(One):
@@ -474,7 +534,10 @@ async def test_replies_that_a_check_plays_are_texts(name, value, told):
 @pytest.mark.parametrize(
     ("result", "cause"),
     [
-        (StepResult(1e7), "Verdict.reward must be between -1e+06 and 1e+06, got 10000000.0"),
+        (
+            StepResult(1e7),
+            "Verdict.reward must be between -1e+06 and 1e+06, got 10000000.0",
+        ),
         (
             StepResult(token_rewards=[0.0, float("nan")]),
             "number 2 of token_rewards must be a finite number, got nan",
@@ -483,7 +546,10 @@ async def test_replies_that_a_check_plays_are_texts(name, value, told):
             StepResult(token_rewards="good"),  # type: ignore[arg-type]
             "token_rewards must be a list of numbers, got 'good'",
         ),
-        (StepResult(1.0, reply="no"), "step() gives a reply that nobody will read: done is True"),
+        (
+            StepResult(1.0, reply="no"),
+            "step() gives a reply that nobody will read: done is True",
+        ),
         (
             StepResult(done=False, messages=[Message("user", "x")], reply=""),
             "the reply of step() must be None or a text that is not empty, got ''",

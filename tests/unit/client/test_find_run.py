@@ -35,7 +35,9 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
 def journal_of(config: Config) -> str:
     with Journal(config.run_dir / "journal") as journal:
         return begin(
-            journal, config.run_dir / "journal", Run(config, config.run.id or "test-new")
+            journal,
+            config.run_dir / "journal",
+            Run(config, config.run.id or "test-new"),
         ).run_id
 
 
@@ -45,26 +47,36 @@ def started(config: Config) -> str:
         return begin_run(config, ADDRESS)
 
 
-def test_a_run_is_found_by_its_folder_its_name_or_because_it_is_alone(config: Config) -> None:
+def test_a_run_is_found_by_its_folder_its_name_or_because_it_is_alone(
+    config: Config,
+) -> None:
     run_id = started(config)
     config = identified(config, ADDRESS, run_id)
     assert journal_of(config) == run_id
-    found_run = FoundRun(ADDRESS, SecuritySection(token_file=Path("runs/test/token")), run_id)
+    found_run = FoundRun(
+        ADDRESS, SecuritySection(token_file=Path("runs/test/token")), run_id
+    )
     assert [find_run(run) for run in ("runs/test", "test")] == [found_run, found_run]
     folder = Path("runs/test").resolve()
     token = SecuritySection(token_file=folder / "token")
     assert find_run(str(folder)) == FoundRun(ADDRESS, token, run_id)
-    with pytest.raises(ConfigError, match="no run goes on in runs/: name a run, or give"):
+    with pytest.raises(
+        ConfigError, match="no run goes on in runs/: name a run, or give"
+    ):
         find_run(None)
     with hold_run_folder(config):
         assert find_run(None) == found_run
-        other = config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})})
+        other = config.model_copy(
+            update={"run": config.run.model_copy(update={"name": "other"})}
+        )
         started(other)
         Path("runs/latest").symlink_to("test")
         assert find_run(None) == found_run, "a link is another name of the same run"
         with (
             hold_run_folder(other),
-            pytest.raises(ConfigError, match="the runs test, other go on in runs/: name a run"),
+            pytest.raises(
+                ConfigError, match="the runs test, other go on in runs/: name a run"
+            ),
         ):
             find_run(None)
 
@@ -73,21 +85,29 @@ def test_a_run_of_an_earlier_version_is_found(config: Config) -> None:
     started(config)
     path = config.run_dir / "config.toml"
     text = path.read_text()
-    path.write_text(text.replace("[security]\n", "[security]\nallow_public_addresses = false\n"))
+    path.write_text(
+        text.replace("[security]\n", "[security]\nallow_public_addresses = false\n")
+    )
     assert path.read_text() != text
     assert find_run("test").address == ADDRESS
 
 
-def test_a_run_that_goes_on_keeps_its_id_and_a_new_one_has_its_own(config: Config) -> None:
+def test_a_run_that_goes_on_keeps_its_id_and_a_new_one_has_its_own(
+    config: Config,
+) -> None:
     first = started(config)
     assert first.startswith("test-")
     assert started(config) != first, "nothing of it is journaled"
     journal_of(identified(config, ADDRESS, first))
     assert started(config) == first
     other = identified(config, ADDRESS, "test-of-others")
-    with pytest.raises(ConfigError, match=f"run.id must stay {first} when a run goes on"):
+    with pytest.raises(
+        ConfigError, match=f"run.id must stay {first} when a run goes on"
+    ):
         started(other)
-    with pytest.raises(ConfigError, match=f"holds run {first}, and run.id is test-of-others"):
+    with pytest.raises(
+        ConfigError, match=f"holds run {first}, and run.id is test-of-others"
+    ):
         journal_of(other)
 
 
@@ -114,17 +134,27 @@ def test_the_settings_of_a_run_can_be_those_of_another_one(config: Config) -> No
     [
         ("missing", "missing: no such folder"),
         ("runs/missing", "runs/missing: no such folder"),
-        ("runs", "runs is no run's folder: it has no config.toml; runs there are runs/test"),
-        ("test", "runs/test/controller.address: No such file or directory; give --controller"),
+        (
+            "runs",
+            "runs is no run's folder: it has no config.toml; runs there are runs/test",
+        ),
+        (
+            "test",
+            "runs/test/controller.address: No such file or directory; give --controller",
+        ),
     ],
 )
-def test_what_is_no_run_is_refused_in_one_line(config: Config, run: str, line: str) -> None:
+def test_what_is_no_run_is_refused_in_one_line(
+    config: Config, run: str, line: str
+) -> None:
     write_config(config, config.run_dir)
     with pytest.raises(ConfigError, match=line):
         find_run(run)
 
 
-def test_a_command_takes_the_credentials_of_the_run_unless_it_is_told_others(config, tmp_path):
+def test_a_command_takes_the_credentials_of_the_run_unless_it_is_told_others(
+    config, tmp_path
+):
     files = {name: tmp_path / name for name in ("first", "second", "ca")}
     for name, file in files.items():
         file.write_text(name * 10)
@@ -136,12 +166,17 @@ def test_a_command_takes_the_credentials_of_the_run_unless_it_is_told_others(con
         return credentials.token, credentials.ca
 
     assert of("test") == ("first" * 10, b"ca" * 10)
-    assert of("test", "--token-file", str(files["second"])) == ("second" * 10, b"ca" * 10)
+    assert of("test", "--token-file", str(files["second"])) == (
+        "second" * 10,
+        b"ca" * 10,
+    )
     assert of("--controller", ADDRESS) == (None, None)
     own = SecuritySection(
         token_file=files["first"], tls_certificate=files["ca"], tls_key=files["ca"]
     )
     started(config.model_copy(update={"security": own}))
     assert of("test") == ("first" * 10, b"ca" * 10)
-    with pytest.raises(ConfigError, match="give --controller or the run test, not both"):
+    with pytest.raises(
+        ConfigError, match="give --controller or the run test, not both"
+    ):
         of("test", "--controller", ADDRESS)

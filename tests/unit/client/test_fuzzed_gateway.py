@@ -11,7 +11,14 @@ from slipstream.client.agent_exchange import CallExchange
 from slipstream.client.agent_gateway import Gateway
 from support.rigs.fuzz_budget import BUDGET
 
-NAMES = ("authorization", "x-api-key", "accept", "content-type", "content-length", "cookie")
+NAMES = (
+    "authorization",
+    "x-api-key",
+    "accept",
+    "content-type",
+    "content-length",
+    "cookie",
+)
 VALUES = st.one_of(
     st.binary(max_size=40), st.just(b"KEY"), st.just(b"Bearer KEY"), st.just(b"9" * 20)
 )
@@ -19,7 +26,9 @@ HEADERS = st.lists(
     st.tuples(st.sampled_from([name.encode() for name in NAMES]), VALUES), max_size=70
 )
 PARTS = st.one_of(
-    st.sampled_from(["TOKEN", "b", "v1", "", "..", "chat", "x" * 5000, "\ufffd", "a:b"]),
+    st.sampled_from(
+        ["TOKEN", "b", "v1", "", "..", "chat", "x" * 5000, "\ufffd", "a:b"]
+    ),
     st.text(max_size=12),
 )
 PATHS = st.one_of(
@@ -52,7 +61,9 @@ async def answered(gateway, scope, body):
     token = endpoint.anthropic_url.rpartition("/")[2]
     key = endpoint.api_key.encode()
     scope["path"] = scope["path"].replace("TOKEN", token)
-    scope["headers"] = [(name, value.replace(b"KEY", key)) for name, value in scope["headers"]]
+    scope["headers"] = [
+        (name, value.replace(b"KEY", key)) for name, value in scope["headers"]
+    ]
     parts = [{"type": "http.request", "body": part, "more_body": True} for part in body]
     parts.append({"type": "http.request", "body": b"", "more_body": False})
     sent: list[dict[str, Any]] = []

@@ -9,8 +9,17 @@ from urllib.parse import urlsplit
 
 import pytest
 from slipstream.client import agent_gateway
-from slipstream.client.agent_exchange import MAX_OPEN_CALLS, MAX_WAITING_BYTES, CallExchange
-from slipstream.client.agent_gateway import MAX_AHEAD, MAX_BODY_BYTES, REQUEST_LIMIT_S, Gateway
+from slipstream.client.agent_exchange import (
+    MAX_OPEN_CALLS,
+    MAX_WAITING_BYTES,
+    CallExchange,
+)
+from slipstream.client.agent_gateway import (
+    MAX_AHEAD,
+    MAX_BODY_BYTES,
+    REQUEST_LIMIT_S,
+    Gateway,
+)
 from slipstream.v1 import environment_pb2 as pb
 from support.rigs.waiting import LIMIT_S, until
 
@@ -44,7 +53,10 @@ class Rig:
         """Lets the time of `number` requests run out, once the gateway waits for so many."""
         connections = self.gateway._server.server_state.connections
         await until(
-            lambda: sum(connection._deadline is not None for connection in connections) == number
+            lambda: (
+                sum(connection._deadline is not None for connection in connections)
+                == number
+            )
         )
         self.ahead_s += REQUEST_LIMIT_S
 
@@ -101,7 +113,9 @@ async def flooded(writer: asyncio.StreamWriter, data: bytes, times: int) -> int:
         (b"POST /x HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n1;", b"y" * 65536),
     ],
 )
-async def test_a_head_without_end_is_refused_at_its_limit(beginning: bytes, more: bytes) -> None:
+async def test_a_head_without_end_is_refused_at_its_limit(
+    beginning: bytes, more: bytes
+) -> None:
     async with opened() as rig:
         reader, writer = await rig.connected(beginning)
         # Bytes that the kernel takes on its way are not held by the gateway.
@@ -129,8 +143,12 @@ async def test_bodies_of_one_episode_are_counted_before_they_are_whole() -> None
         connections_held = []
         for _ in range(max_bodies):
             connections_held.append(await rig.connected(rig.begun(MAX_BODY_BYTES)))
-            assert await flooded(connections_held[-1][1], b"z" * (MAX_BODY_BYTES - 1), 1)
-        await until(lambda: rig.exchange.num_waiting_bytes >= max_bodies * (MAX_BODY_BYTES - 1))
+            assert await flooded(
+                connections_held[-1][1], b"z" * (MAX_BODY_BYTES - 1), 1
+            )
+        await until(
+            lambda: rig.exchange.num_waiting_bytes >= max_bodies * (MAX_BODY_BYTES - 1)
+        )
         reader, _ = await rig.connected(rig.begun(100) + b"z" * 100)
         assert await status(reader) == 429
         # A single request is whole: it counts until the server has it.
@@ -145,7 +163,9 @@ async def test_bodies_of_one_episode_are_counted_before_they_are_whole() -> None
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("part", ["nothing", "head", "body", "refused body"])
-async def test_a_request_that_does_not_become_whole_is_given_up(part: str, kept: bool) -> None:
+async def test_a_request_that_does_not_become_whole_is_given_up(
+    part: str, kept: bool
+) -> None:
     async with opened() as rig:
         reader, writer = await rig.connected()
         if kept:
@@ -170,7 +190,9 @@ async def test_a_request_that_does_not_become_whole_is_given_up(part: str, kept:
 
 async def test_a_request_that_came_early_is_given_up_too() -> None:
     async with opened() as rig:
-        reader, _ = await rig.connected(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n" + rig.begun(2) + b"{")
+        reader, _ = await rig.connected(
+            b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n" + rig.begun(2) + b"{"
+        )
         assert await status(reader) == 401
         await rig.pass_limit(1)
         assert await reader.read() == b""
@@ -200,7 +222,9 @@ async def test_the_connection_that_rests_longest_makes_room_for_a_new_one(
         await rig.exchange.part(part)
         assert await status(working[0]) == 204
         for _, writer in resting[3:]:
-            writer.write(b"ET /x HTTP/1.1\r\nhost: x\r\n\r\n" if not is_refused else b"z" * 9)
+            writer.write(
+                b"ET /x HTTP/1.1\r\nhost: x\r\n\r\n" if not is_refused else b"z" * 9
+            )
             if is_refused:
                 writer.write(b"GET /x HTTP/1.1\r\nhost: x\r\n\r\n")
         assert [await status(reader) for reader, _ in resting[3:]] == [401] * 3

@@ -15,7 +15,9 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
 
 
-def write_rounds(folder: Path, *rounds: tuple[int, dict[int, str]], answer: str | None = "g h"):
+def write_rounds(
+    folder: Path, *rounds: tuple[int, dict[int, str]], answer: str | None = "g h"
+):
     rows = [
         {
             "evaluation_step": version,
@@ -28,10 +30,14 @@ def write_rounds(folder: Path, *rounds: tuple[int, dict[int, str]], answer: str 
         for version, replies in rounds
         for task_index, reply in replies.items()
     ]
-    (folder / "heldout.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "heldout.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows)
+    )
 
 
-def test_each_prompt_has_its_first_reply_its_newest_one_and_the_right_one(tmp_path: Path) -> None:
+def test_each_prompt_has_its_first_reply_its_newest_one_and_the_right_one(
+    tmp_path: Path,
+) -> None:
     write_tokenizer(tmp_path)
     write_rounds(
         tmp_path,
@@ -61,7 +67,9 @@ def test_nothing_is_compared_without_two_rounds_of_a_prompt(tmp_path: Path) -> N
 def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
     write_rounds(tmp_path, (0, {0: "a"}), (8, {0: "b"}))
     path = tmp_path / "heldout.jsonl"
-    path.write_bytes(b'{"evaluation_step": "x"}\n[]\n\xff\n' + path.read_bytes() + b'{"eval')
+    path.write_bytes(
+        b'{"evaluation_step": "x"}\n[]\n\xff\n' + path.read_bytes() + b'{"eval'
+    )
     assert len(comparison_lines(tmp_path, tmp_path, 3)) == 2
 
 
@@ -70,7 +78,10 @@ def test_special_tokens_and_escapes_are_not_shown(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     special = special_texts(tmp_path)
     assert special == ["<reply>", "<s>"]
-    assert without_special("<s>a\n b<reply> <tool>\x1b[2J", special) == r"a b <tool>\x1b[2J"
+    assert (
+        without_special("<s>a\n b<reply> <tool>\x1b[2J", special)
+        == r"a b <tool>\x1b[2J"
+    )
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"added_tokens": 3}', "\xff"])

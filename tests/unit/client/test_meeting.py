@@ -54,12 +54,16 @@ async def compare(config: Config, parts: frozenset[Part]) -> str | None:
 
 
 @pytest.mark.parametrize("parts", [SERVER, LEARNER], ids=str)
-async def test_servers_need_less_alike_than_ranks(parts: frozenset[Part], tmp_path: Path) -> None:
+async def test_servers_need_less_alike_than_ranks(
+    parts: frozenset[Part], tmp_path: Path
+) -> None:
     config = config_of(tmp_path)
     other = config_of(tmp_path, learner={"grad_clip": 0.5})
     async with answering(config):
         if parts == SERVER:
-            assert str(await compare(other, parts)).startswith(f"{ADDRESS} answers: same versions")
+            assert str(await compare(other, parts)).startswith(
+                f"{ADDRESS} answers: same versions"
+            )
         else:
             message = r"^learner\.grad_clip is 0\.5 here and 1\.0 at the controller"
             with pytest.raises(ConfigError, match=message):
@@ -70,9 +74,13 @@ async def test_a_server_with_another_chat_template_is_refused(tmp_path: Path) ->
     hosts = [make_model_folder(tmp_path / name) for name in ("first", "second")]
     config, other = (config_of(tmp_path, model={"path": str(host)}) for host in hosts)
     async with answering(config):
-        assert str(await compare(other, SERVER)).startswith(f"{ADDRESS} answers: same versions")
+        assert str(await compare(other, SERVER)).startswith(
+            f"{ADDRESS} answers: same versions"
+        )
         (hosts[1] / "chat_template.jinja").write_text("{{ messages }}")
-        with pytest.raises(ConfigError, match="is not the controller's model: .* chat template"):
+        with pytest.raises(
+            ConfigError, match="is not the controller's model: .* chat template"
+        ):
             await compare(other, SERVER)
 
 
@@ -105,21 +113,31 @@ async def test_ranks_with_other_weights_of_another_model_are_refused(
 ) -> None:
     hosts = [make_model_folder(tmp_path / name) for name in ("first", "second")]
     section, name = setting.split(".")
-    more = {"critic": {"learning_rate": 1e-4}, "checkpoint": {"every_steps": 0}}.get(section, {})
+    more = {"critic": {"learning_rate": 1e-4}, "checkpoint": {"every_steps": 0}}.get(
+        section, {}
+    )
     config, other = (
         config_of(tmp_path, algorithm=algorithm, **{section: {name: str(host), **more}})
         for host in hosts
     )
     async with answering(config):
-        assert str(await compare(other, LEARNER)).startswith(f"{ADDRESS} answers: same versions")
+        assert str(await compare(other, LEARNER)).startswith(
+            f"{ADDRESS} answers: same versions"
+        )
         weights = hosts[1] / "model.safetensors"
         weights.write_bytes(bytes(weights.stat().st_size))
-        with pytest.raises(ConfigError, match=f"{setting} is a folder of weights .* here and"):
+        with pytest.raises(
+            ConfigError, match=f"{setting} is a folder of weights .* here and"
+        ):
             await compare(other, LEARNER)
-        assert str(await compare(other, SERVER)).startswith(f"{ADDRESS} answers: same versions")
+        assert str(await compare(other, SERVER)).startswith(
+            f"{ADDRESS} answers: same versions"
+        )
 
 
-async def test_a_rollout_server_that_comes_first_waits_for_the_controller(tmp_path: Path) -> None:
+async def test_a_rollout_server_that_comes_first_waits_for_the_controller(
+    tmp_path: Path,
+) -> None:
     config = config_of(tmp_path)
     came = asyncio.Event()
 

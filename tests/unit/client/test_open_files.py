@@ -18,7 +18,9 @@ HARD = 2000
 
 
 def soft_limit(pid: int) -> int:
-    (matches,) = re.findall(r"Max open files\s+(\d+)", Path(f"/proc/{pid}/limits").read_text())
+    (matches,) = re.findall(
+        r"Max open files\s+(\d+)", Path(f"/proc/{pid}/limits").read_text()
+    )
     return int(matches)
 
 
@@ -36,7 +38,9 @@ def test_a_service_opens_as_many_files_as_the_system_lets_it(command: str) -> No
     process = subprocess.Popen(["sh", "-c", started(command)], stdin=subprocess.PIPE)
     try:
         deadline_s = time.monotonic() + LIMIT_S
-        while (seen := soft_limit(process.pid)) != HARD and time.monotonic() < deadline_s:
+        while (
+            seen := soft_limit(process.pid)
+        ) != HARD and time.monotonic() < deadline_s:
             assert process.poll() is None
             time.sleep(0.02)
         assert seen == HARD

@@ -33,7 +33,9 @@ def a_run(folder: Path, *rows: dict[str, float], **tables: Any) -> Path:
     tables["run"] = {"name": folder.name, "steps": 30} | tables.get("run", {})
     folder.mkdir()
     (folder / "config.toml").write_text(dump_config(small_config(**tables)))
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows)
+    )
     return folder
 
 
@@ -50,9 +52,16 @@ def test_curves_of_several_runs_are_on_one_page(tmp_path: Path) -> None:
         {"evaluation_step": 0, "reward_heldout": 0.5},
         {"step": 2, "reward_mean": 0.5},
         # A run that was resumed may have written a step again.
-        {"step": 2, "reward_mean": 0.75, "logprob_gap_mean": 0.0, "logprob_gap_tokens": 0},
+        {
+            "step": 2,
+            "reward_mean": 0.75,
+            "logprob_gap_mean": 0.0,
+            "logprob_gap_tokens": 0,
+        },
     )
-    first_run, two = page_of(first, a_run(tmp_path / "second", {"step": 1, "own/<b>": 3.0}))["runs"]
+    first_run, two = page_of(
+        first, a_run(tmp_path / "second", {"step": 1, "own/<b>": 3.0})
+    )["runs"]
     assert (first_run["name"], two["name"]) == ("first", "second")
     assert first_run["curves"] == {
         "reward_mean": [[1, 0.25], [2, 0.75]],
@@ -72,7 +81,9 @@ def test_a_long_run_has_no_more_points_than_a_browser_opens(tmp_path: Path) -> N
     assert run["curves"]["reward_heldout"] == [[500, 0.5]]
 
 
-def test_settings_that_differ_have_the_names_of_overrides_and_no_secrets(tmp_path: Path) -> None:
+def test_settings_that_differ_have_the_names_of_overrides_and_no_secrets(
+    tmp_path: Path,
+) -> None:
     def environment(name: str, weight: float, **args: str) -> dict[str, object]:
         reference = "slipstream.environments.echo:Echo"
         return {"name": name, "reference": reference, "weight": weight, "args": args}
@@ -85,7 +96,10 @@ def test_settings_that_differ_have_the_names_of_overrides_and_no_secrets(tmp_pat
     )
     second = a_run(
         tmp_path / "second",
-        environments=[environment("a", 1.0), environment("b", 2.0, url="https://u:hunter2@x")],
+        environments=[
+            environment("a", 1.0),
+            environment("b", 2.0, url="https://u:hunter2@x"),
+        ],
         evaluations=[{"name": "held", "reference": "x:Y", "num_episodes": 4}],
         algorithm={"learning_rate": 2e-5},
     )
@@ -128,10 +142,14 @@ def test_texts_of_models_are_no_markup(tmp_path: Path) -> None:
     assert "innerHTML" not in script
 
 
-def test_the_newest_replies_are_shown_with_texts_of_limited_length(tmp_path: Path) -> None:
+def test_the_newest_replies_are_shown_with_texts_of_limited_length(
+    tmp_path: Path,
+) -> None:
     folder = a_run(tmp_path / "run")
     rows = [{"step": step, "turns": [{"sampled": "x" * 50_000}]} for step in range(200)]
-    (folder / "trajectories.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (folder / "trajectories.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows)
+    )
     (run,) = page_of(folder)["runs"]
     assert [row["step"] for row in run["replies"]][:2] == [199, 198]
     assert (tmp_path / "out.html").stat().st_size < 1 << 20
@@ -154,7 +172,10 @@ def test_an_environment_and_its_evaluations_share_a_colour(tmp_path: Path) -> No
             environment("boxes-heldout", "Boxes", num_episodes=4),
             environment("sums", "Sums", num_episodes=4),
             environment(
-                "boxes-hard-heldout", "Boxes", num_episodes=4, args={"size": 9, "split": 1}
+                "boxes-hard-heldout",
+                "Boxes",
+                num_episodes=4,
+                args={"size": 9, "split": 1},
             ),
             environment("letters-heldout", "Letters", num_episodes=4),
         ],
@@ -173,9 +194,16 @@ def test_an_environment_and_its_evaluations_share_a_colour(tmp_path: Path) -> No
     }
 
 
-def test_a_folded_reply_has_its_prompt_s_end_and_its_own_beginning(tmp_path: Path) -> None:
+def test_a_folded_reply_has_its_prompt_s_end_and_its_own_beginning(
+    tmp_path: Path,
+) -> None:
     folder = a_run(tmp_path / "run")
-    row = {"step": 3, "prompt": f"first {'p' * 80} last", "reply": "r\n" * 80, "answer": None}
+    row = {
+        "step": 3,
+        "prompt": f"first {'p' * 80} last",
+        "reply": "r\n" * 80,
+        "answer": None,
+    }
     (folder / "trajectories.jsonl").write_text(json.dumps(row) + "\n")
     (run,) = page_of(folder)["runs"]
     short = run["replies"][0]["short"]
@@ -188,7 +216,9 @@ def test_a_folded_reply_has_its_prompt_s_end_and_its_own_beginning(tmp_path: Pat
 
 def test_the_newest_replies_have_lines(tmp_path: Path) -> None:
     rows = [{"prompt": f"p{n}", "reply": "a\nb", "reward": n / 2} for n in range(5)]
-    (tmp_path / "trajectories.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "trajectories.jsonl").write_text(
+        "".join(f"{json.dumps(row)}\n" for row in rows)
+    )
     assert reply_lines(tmp_path, tmp_path, 2) == [
         "p4: 'a b', reward 2.0",
         "p3: 'a b', reward 1.5",
@@ -205,7 +235,9 @@ def test_pipes_in_a_stranger_s_folder_are_passed_over(tmp_path: Path) -> None:
     assert (run["name"], run["curves"], run["replies"]) == ("run", {}, [])
 
 
-async def test_a_run_writes_its_page_while_it_goes_on_and_at_its_end(tmp_path: Path) -> None:
+async def test_a_run_writes_its_page_while_it_goes_on_and_at_its_end(
+    tmp_path: Path,
+) -> None:
     folder = a_run(tmp_path / "run", {"step": 1, "loss": 1.0})
     messages: list[str] = []
     async with page_kept(folder, messages.append):
@@ -225,7 +257,10 @@ async def test_a_page_that_cannot_be_written_is_one_warning(tmp_path: Path) -> N
         pass
     async with page_kept(folder, messages.append):
         pass
-    assert messages == [f"{folder}/page.html cannot be written: No such file or directory"] * 2
+    assert (
+        messages
+        == [f"{folder}/page.html cannot be written: No such file or directory"] * 2
+    )
 
 
 @pytest.mark.process
@@ -245,7 +280,10 @@ def test_a_page_is_in_utf8_whatever_the_locale(tmp_path: Path) -> None:
         check=True,
         timeout=LIMIT_S,
     )
-    assert given_of(out)["runs"][0]["name"].encode(errors="surrogateescape") == "é ŵ".encode()
+    assert (
+        given_of(out)["runs"][0]["name"].encode(errors="surrogateescape")
+        == "é ŵ".encode()
+    )
 
 
 def test_a_page_overwrites_nothing_but_a_run_s_own_page(tmp_path, monkeypatch, capsys):
@@ -256,9 +294,14 @@ def test_a_page_overwrites_nothing_but_a_run_s_own_page(tmp_path, monkeypatch, c
         assert write_pages([first], None) == 0
     assert write_pages([first, second], None) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in lines] == [*[f"{first}/page.html"] * 2, "page.html"]
+    assert [line.partition(":")[0] for line in lines] == [
+        *[f"{first}/page.html"] * 2,
+        "page.html",
+    ]
     for folders, out in (([first, second], None), ([first], Path("page.html"))):
-        with pytest.raises(ConfigError, match=r"page\.html exists already: remove it, or name"):
+        with pytest.raises(
+            ConfigError, match=r"page\.html exists already: remove it, or name"
+        ):
             write_pages(folders, out)
     with pytest.raises(ConfigError, match="nowhere: no such folder"):
         write_pages([Path("nowhere")], None)

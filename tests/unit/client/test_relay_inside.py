@@ -43,8 +43,12 @@ needs_namespaces = pytest.mark.skipif(
 )
 
 
-async def played(command: list[str], handler: Handler | None = None) -> pb.WorkerMessage:
-    environment = Command(command, ["hello"], score_file="score", relay=True, limit_s=60.0)
+async def played(
+    command: list[str], handler: Handler | None = None
+) -> pb.WorkerMessage:
+    environment = Command(
+        command, ["hello"], score_file="score", relay=True, limit_s=60.0
+    )
     host = EpisodeHost(environment)
     try:
         episode = Episode(host, handler or answers(str.upper))
@@ -55,7 +59,9 @@ async def played(command: list[str], handler: Handler | None = None) -> pb.Worke
 
 @needs_namespaces
 async def test_a_program_without_network_calls_its_model() -> None:
-    message = await played([*NAMESPACE, *RELAY, sys.executable, "-c", ASK, "{task}", "HELLO"])
+    message = await played(
+        [*NAMESPACE, *RELAY, sys.executable, "-c", ASK, "{task}", "HELLO"]
+    )
     assert message.agent_result.reward == 1.0
     assert message.agent_result.metrics["exit_0"] == 1.0
 
@@ -103,9 +109,19 @@ open("score", "w").write(str(float(not reached and len(socket.if_nameindex()) ==
     ("code", "status"),
     [("import sys; sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)],
 )
-def test_the_relay_ends_as_its_program_does(code: str, status: int, tmp_path: Path) -> None:
+def test_the_relay_ends_as_its_program_does(
+    code: str, status: int, tmp_path: Path
+) -> None:
     path = str(tmp_path / "s")
-    command = [*NAMESPACE, sys.executable, relay_inside.__file__, path, sys.executable, "-c", code]
+    command = [
+        *NAMESPACE,
+        sys.executable,
+        relay_inside.__file__,
+        path,
+        sys.executable,
+        "-c",
+        code,
+    ]
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()

@@ -1,7 +1,12 @@
 """What `slipstream status` shows to people."""
 
 import pytest
-from slipstream.client.requests import environment_lines, find_fault, status_lines, time_lines
+from slipstream.client.requests import (
+    environment_lines,
+    find_fault,
+    status_lines,
+    time_lines,
+)
 from slipstream.client.status import environment_from_pb, run_from_pb
 from slipstream.core.run_folder import LEASE_WAITS
 from slipstream.v1 import environment_pb2, fleet_pb2, status_pb2, trajectory_pb2
@@ -24,7 +29,9 @@ METRICS = {
 }
 
 
-def environment(name: str, state: int, num_tasks: int) -> environment_pb2.EnvironmentStatus:
+def environment(
+    name: str, state: int, num_tasks: int
+) -> environment_pb2.EnvironmentStatus:
     return environment_pb2.EnvironmentStatus(
         spec=environment_pb2.EnvironmentSpec(name=name, weight=1.0),
         state=environment_pb2.EnvironmentState.Name(state),
@@ -42,8 +49,12 @@ def test_what_is_not_known_yet_is_a_dash() -> None:
         run_id="r-1",
         state=status_pb2.RUN_STATE_RUNNING,
         servers=[
-            status_pb2.ServerStatus(server_id="new", state=fleet_pb2.SERVER_STATE_JOINING),
-            status_pb2.ServerStatus(server_id="old", state=fleet_pb2.SERVER_STATE_SERVING),
+            status_pb2.ServerStatus(
+                server_id="new", state=fleet_pb2.SERVER_STATE_JOINING
+            ),
+            status_pb2.ServerStatus(
+                server_id="old", state=fleet_pb2.SERVER_STATE_SERVING
+            ),
         ],
         environments=[
             environment("pending", environment_pb2.ENVIRONMENT_STATE_PENDING, 0),
@@ -52,7 +63,10 @@ def test_what_is_not_known_yet_is_a_dash() -> None:
         ],
     )
     lines = status_lines(run_from_pb(run))
-    rows = {name: [c.strip() for c in cells(lines, name) if c.strip()] for name in ("new", "old")}
+    rows = {
+        name: [c.strip() for c in cells(lines, name) if c.strip()]
+        for name in ("new", "old")
+    }
     assert rows["new"][1:3] == ["joining", "-"]
     assert rows["old"][1:3] == ["serving", "0"]
     tasks = {
@@ -67,9 +81,13 @@ def test_a_server_shows_how_many_of_its_drafts_were_accepted() -> None:
         "with": fleet_pb2.ServerReport(drafted_tokens=400, accepted_tokens=301),
         "without": fleet_pb2.ServerReport(generated_tokens=9),
     }
-    servers = [status_pb2.ServerStatus(server_id=n, report=r) for n, r in reports.items()]
+    servers = [
+        status_pb2.ServerStatus(server_id=n, report=r) for n, r in reports.items()
+    ]
     lines = status_lines(run_from_pb(status_pb2.RunStatus(servers=servers)))
-    shown = {name: [c.strip() for c in cells(lines, name) if c.strip()] for name in reports}
+    shown = {
+        name: [c.strip() for c in cells(lines, name) if c.strip()] for name in reports
+    }
     assert shown["with"][6] == "75% accepted"
     assert shown["without"][5:7] == ["9", "-"]
 
@@ -97,7 +115,9 @@ def test_a_feature_that_engines_do_without_is_one_line_for_each_cause() -> None:
     ]
 
 
-def test_a_server_is_healthy_while_it_loads_serves_or_drains_in_any_of_its_epochs() -> None:
+def test_a_server_is_healthy_while_it_loads_serves_or_drains_in_any_of_its_epochs() -> (
+    None
+):
     states = {
         "a": ["DEAD", "SERVING"],
         "b": ["LOADING"],
@@ -114,7 +134,12 @@ def test_a_server_is_healthy_while_it_loads_serves_or_drains_in_any_of_its_epoch
         ],
     )
     faults = {name: find_fault(run_from_pb(run), name) for name in (*states, "h")}
-    assert [name for name, fault in faults.items() if fault is None] == ["a", "b", "c", "d"]
+    assert [name for name, fault in faults.items() if fault is None] == [
+        "a",
+        "b",
+        "c",
+        "d",
+    ]
     assert faults["g"] == "rollout server g is not there to work: left"
     assert faults["h"] == "the controller does not know rollout server h"
     run.state = status_pb2.RUN_STATE_FAILED
@@ -126,7 +151,9 @@ def test_the_reward_stands_above_all_numbers_once_there_is_one() -> None:
     run = status_pb2.RunStatus(run_id="r", step=3, num_steps=9, uptime_s=5.0)
     assert status_lines(run_from_pb(run))[1] == "version 3 of 9, up for 5 s"
     run.metrics["reward_mean"] = 0.25
-    assert status_lines(run_from_pb(run))[1] == "reward 0.250, version 3 of 9, up for 5 s"
+    assert (
+        status_lines(run_from_pb(run))[1] == "reward 0.250, version 3 of 9, up for 5 s"
+    )
 
 
 def test_the_newest_step_of_a_clients_own_loop_shows_its_passes() -> None:
@@ -154,13 +181,18 @@ def test_evaluations_show_what_their_newest_round_measured() -> None:
         entry.spec.purpose = trajectory_pb2.EPISODE_PURPOSE_EVALUATION
     served.newest_round.step = 50
     numbers = {"reward_mean": 0.25, "pass_at_10": 0.75, "pass_at_2": 0.5}
-    served.newest_round.numbers.update(numbers | {"num_episodes": 1256, "num_failed": 3})
+    served.newest_round.numbers.update(
+        numbers | {"num_episodes": 1256, "num_failed": 3}
+    )
     failed.newest_round.numbers.update({"num_episodes": 0, "num_failed": 4})
     entries = [environment_from_pb(entry) for entry in (served, trained, new, failed)]
     lines = [" ".join(line.split()) for line in environment_lines(entries)]
     assert lines[1] == "trained ready 3 1 0 0 -"
     assert lines[2] == ""
-    assert lines[3] == "evaluation state tasks version reward pass@2 pass@10 episodes failed cause"
+    assert (
+        lines[3]
+        == "evaluation state tasks version reward pass@2 pass@10 episodes failed cause"
+    )
     assert lines[4] == "held ready 3 50 0.250 0.500 0.750 1,256 3"
     assert lines[5] == "new ready 3 - - - - - -"
     # No episode has a reward.
@@ -202,7 +234,9 @@ def test_no_time_is_told_before_a_step_and_of_an_older_controller() -> None:
         (0.5, None, "the trainer waits for groups"),
     ],
 )
-def test_the_words_say_which_fleet_waits(waited_s: float, cause: str | None, words: str) -> None:
+def test_the_words_say_which_fleet_waits(
+    waited_s: float, cause: str | None, words: str
+) -> None:
     waits = {f"lease_wait_{name}_s": float(name == cause) for name in LEASE_WAITS}
     metrics = {"step_s": 1.0, "groups_wait_s": waited_s, "reward_mean": 0.5, **waits}
     head, *_ = time_lines(metrics)
@@ -210,7 +244,9 @@ def test_the_words_say_which_fleet_waits(waited_s: float, cause: str | None, wor
 
 
 def test_the_trainer_of_a_clients_own_loop_waits_for_the_client() -> None:
-    assert time_lines({"step_s": 1.0, "groups_wait_s": 0.75, "training_s": 0.25})[:2] == [
+    assert time_lines({"step_s": 1.0, "groups_wait_s": 0.75, "training_s": 0.25})[
+        :2
+    ] == [
         "a step takes 1.00 s: the trainer waits for the client",
         "  trainer: training 25%, waiting for the client 75%",
     ]

@@ -39,11 +39,15 @@ def test_a_file_with_the_name_of_the_folder_is_told(tmp_path: Path) -> None:
     config = config_of(tmp_path / "runs")
     config.run_dir.parent.mkdir()
     config.run_dir.touch()
-    with pytest.raises(ConfigError, match=f"{config.run_dir}/command.lock cannot be opened: Not a"):
+    with pytest.raises(
+        ConfigError, match=f"{config.run_dir}/command.lock cannot be opened: Not a"
+    ):
         check_run_folder(config)
 
 
-def test_a_folder_that_another_command_writes_is_refused_until_that_ends(tmp_path: Path) -> None:
+def test_a_folder_that_another_command_writes_is_refused_until_that_ends(
+    tmp_path: Path,
+) -> None:
     config = config_of(tmp_path)
     with Journal(config.run_dir / "journal") as journal:
         journal.append(note("start"))
@@ -54,7 +58,9 @@ def test_a_folder_that_another_command_writes_is_refused_until_that_ends(tmp_pat
     assert check_run_folder(config)
 
 
-def test_a_folder_is_refused_before_the_other_command_has_a_journal(tmp_path: Path) -> None:
+def test_a_folder_is_refused_before_the_other_command_has_a_journal(
+    tmp_path: Path,
+) -> None:
     config = config_of(tmp_path)
     goes_on = "is written by a run that goes on; wait for its end"
     with hold_run_folder(config):
@@ -79,7 +85,9 @@ def test_each_node_has_a_folder_of_its_own(tmp_path: Path) -> None:
     assert config.run_dir.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_another_run_left_since_the_check_is_looked_at_again(tmp_path: Path) -> None:
+def test_what_another_run_left_since_the_check_is_looked_at_again(
+    tmp_path: Path,
+) -> None:
     config = config_of(tmp_path)
     assert not check_run_folder(config)
     other = config.algorithm.model_copy(update={"group_size": 4})
@@ -110,7 +118,10 @@ async def test_a_command_that_is_killed_leaves_its_folder_free(tmp_path: Path) -
     assert process.stdout is not None
     try:
         assert await asyncio.wait_for(process.stdout.readline(), LIMIT_S) == b"held\n"
-        with pytest.raises(ConfigError, match="taken"), hold_folder(tmp_path, refusal="taken"):
+        with (
+            pytest.raises(ConfigError, match="taken"),
+            hold_folder(tmp_path, refusal="taken"),
+        ):
             pass
     finally:
         process.kill()
@@ -149,12 +160,16 @@ def test_a_run_goes_on_until_it_is_finished_and_its_model_is_exported(
     if goes_on:
         assert check_run_folder(config)
     else:
-        with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
+        with pytest.raises(
+            ConfigError, match="is finished with 10 steps; raise run.steps"
+        ):
             check_run_folder(config)
 
 
 def test_the_model_of_an_earlier_end_is_not_taken_for_that_of_this_end(tmp_path):
-    final, earlier = (tmp_path / "checkpoints" / name for name in ("final", "final-earlier"))
+    final, earlier = (
+        tmp_path / "checkpoints" / name for name in ("final", "final-earlier")
+    )
     assert not [*move_finals(tmp_path)]
     for content in ("first", "second"):
         final.mkdir(parents=True)
@@ -171,15 +186,20 @@ def test_the_model_of_an_earlier_end_is_not_taken_for_that_of_this_end(tmp_path)
 def test_a_folder_that_cannot_be_made_is_told_with_the_cause(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     config = config_of(tmp_path / "runs")
-    with pytest.raises(ConfigError, match=f"run.dir: cannot make {config.run_dir}: Not a dir"):
+    with pytest.raises(
+        ConfigError, match=f"run.dir: cannot make {config.run_dir}: Not a dir"
+    ):
         make_run_folder(config)
 
 
 @pytest.mark.parametrize("journal", ["missing", "emptied"])
 @pytest.mark.parametrize(
-    "left", ["checkpoints/step-000010", "journal/batches/step-000003.pb", "metrics.jsonl"]
+    "left",
+    ["checkpoints/step-000010", "journal/batches/step-000003.pb", "metrics.jsonl"],
 )
-def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(tmp_path, journal, left):
+def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(
+    tmp_path, journal, left
+):
     config = config_of(tmp_path)
     folder = config.run_dir
     (folder / "journal" / "batches").mkdir(parents=True)
@@ -196,7 +216,9 @@ def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(tmp_path, j
         lambda: check_run_folder(config),
         lambda: begin_controller(folder / "journal", run),
     ):
-        with pytest.raises(ConfigError, match=rf"journal.log is missing or empty.*{left}") as error:
+        with pytest.raises(
+            ConfigError, match=rf"journal.log is missing or empty.*{left}"
+        ) as error:
             start()
         assert "\n" not in str(error.value)
 
@@ -208,15 +230,21 @@ def begin_controller(folder: Path, run: Run) -> None:
 
 def test_an_export_in_the_way_of_another_says_how_to_go_on(tmp_path: Path) -> None:
     check_unwritten(tmp_path / "not" / "yet" / "hf-000002")
-    with pytest.raises(ConfigError, match="^/proc/x/y cannot be written: /proc: .*--out"):
+    with pytest.raises(
+        ConfigError, match="^/proc/x/y cannot be written: /proc: .*--out"
+    ):
         check_unwritten(Path("/proc/x/y"))
-    with pytest.raises(ConfigError, match=f"^{tmp_path} exists already: remove it, or name anoth"):
+    with pytest.raises(
+        ConfigError, match=f"^{tmp_path} exists already: remove it, or name anoth"
+    ):
         check_unwritten(tmp_path)
 
 
 @pytest.mark.parametrize("rest", [0, 1, 100_000])
 @pytest.mark.parametrize("lines", [0, 1, 3])
-def test_the_end_of_the_last_whole_line_is_found(tmp_path: Path, lines: int, rest: int) -> None:
+def test_the_end_of_the_last_whole_line_is_found(
+    tmp_path: Path, lines: int, rest: int
+) -> None:
     path = tmp_path / "rows"
     assert end_of_lines(path) == 0
     path.write_bytes(b"0123456789\n" * lines + b"x" * rest)

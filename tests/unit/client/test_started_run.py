@@ -50,7 +50,9 @@ def test_two_threads_that_start_their_first_runs_share_one_loop(monkeypatch) -> 
     loops[0].close()
 
 
-def test_rows_come_behind_a_damaged_line_and_in_a_file_that_was_cut(tmp_path, monkeypatch) -> None:
+def test_rows_come_behind_a_damaged_line_and_in_a_file_that_was_cut(
+    tmp_path, monkeypatch
+) -> None:
     path = tmp_path / "metrics.jsonl"
     run = started_run.Run.__new__(started_run.Run)
     run._plan, run._end, run._offset = SimpleNamespace(folder=tmp_path), Future(), 0
@@ -58,7 +60,9 @@ def test_rows_come_behind_a_damaged_line_and_in_a_file_that_was_cut(tmp_path, mo
         [
             lambda: path.write_text('{"step": 1.0}\n{"step": \n{"step": 3.0}\n{"st'),
             # The text after a torn line is no row.
-            lambda: path.write_text('{"step": 1.0}\n{"step": \n{"step": 3.0}\n{"st{}\n'),
+            lambda: path.write_text(
+                '{"step": 1.0}\n{"step": \n{"step": 3.0}\n{"st{}\n'
+            ),
             lambda: path.write_text('{"step": 5.0}\n'),
             path.unlink,
             lambda: path.write_text('{"step": 6.0}\n'),
@@ -76,7 +80,9 @@ def test_a_forked_process_starts_runs_of_its_own() -> None:
     assert run.stdout == "7\n"
 
 
-async def test_an_environment_that_the_run_suspends_is_told_and_the_others_are_served_on(capsys):
+async def test_an_environment_that_the_run_suspends_is_told_and_the_others_are_served_on(
+    capsys,
+):
     served = []
 
     class Client:
@@ -96,4 +102,7 @@ async def test_an_environment_that_the_run_suspends_is_told_and_the_others_are_s
 
     await started_run._serve_all(Plan(), (0, ""))
     assert served == ["good"]
-    assert capsys.readouterr().err == "slipstream: environment bad is suspended: it fails\n"
+    assert (
+        capsys.readouterr().err
+        == "slipstream: environment bad is suspended: it fails\n"
+    )

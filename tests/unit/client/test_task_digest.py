@@ -41,7 +41,15 @@ TASKS = {
 def test_a_digest_tells_order_number_and_content(tasks: list[Any]) -> None:
     digest_of_tasks = digest(tasks)
     assert (
-        len({digest_of_tasks, digest(tasks[::-1]), digest(tasks[:1]), digest([*tasks, "z"])}) == 4
+        len(
+            {
+                digest_of_tasks,
+                digest(tasks[::-1]),
+                digest(tasks[:1]),
+                digest([*tasks, "z"]),
+            }
+        )
+        == 4
     )
     assert digest(list(tasks)) == digest_of_tasks
 
@@ -57,7 +65,9 @@ def test_iterators_count_by_their_first_tasks() -> None:
     assert digest(lambda: iter(range(100))) != digest(lambda: iter(range(1, 100)))
 
 
-def test_tasks_that_cannot_be_read_have_no_digest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_tasks_that_cannot_be_read_have_no_digest(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     class Broken:
         def __len__(self) -> int:
             return 3

@@ -82,7 +82,9 @@ def test_nobody_has_to_read_what_is_said() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("words", [["doctor"], ["replay"], ["export"]], ids=" ".join)
-def test_an_answer_for_which_the_disk_has_no_room_is_missed_in_one_line(words, tmp_path):
+def test_an_answer_for_which_the_disk_has_no_room_is_missed_in_one_line(
+    words, tmp_path
+):
     program = (
         "import asyncio, sys; from slipstream.client import cli; "
         "from slipstream.client.launch import launcher, retraining\n"
@@ -121,7 +123,11 @@ def test_a_terminal_of_another_encoding_shows_escapes_for_what_it_lacks() -> Non
 
 def test_events_cannot_steer_the_screen_of_a_run(tmp_path: Path, capsys) -> None:
     display = Display(config_of(tmp_path))
-    display.show(status_pb2.Event(number=1, text=HOSTILE.removesuffix("\ud800") + "\n0.1 s  fine"))
+    display.show(
+        status_pb2.Event(
+            number=1, text=HOSTILE.removesuffix("\ud800") + "\n0.1 s  fine"
+        )
+    )
     display.warn(HOSTILE)
     shown = capsys.readouterr().out
     assert is_harmless(shown)
@@ -167,7 +173,9 @@ def test_errors_cannot_steer_the_screen(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize("kind", ["terminal", "pipe", "full disk"])
-def test_a_run_outlives_the_reader_of_its_screen(kind: str, tmp_path: Path, capsys) -> None:
+def test_a_run_outlives_the_reader_of_its_screen(
+    kind: str, tmp_path: Path, capsys
+) -> None:
     if kind == "full disk":
         descriptor = os.open("/dev/full", os.O_WRONLY)
     else:
@@ -192,7 +200,10 @@ def test_a_run_outlives_the_reader_of_its_screen(kind: str, tmp_path: Path, caps
 def test_an_error_that_no_terminal_shows_keeps_its_exit_code() -> None:
     reader, writer = os.openpty()
     os.close(reader)
-    words = ["-c", "import sys; from slipstream.client import cli; sys.exit(cli.main())"]
+    words = [
+        "-c",
+        "import sys; from slipstream.client import cli; sys.exit(cli.main())",
+    ]
     ended = subprocess.run(
         [sys.executable, *words, "run", "missing.toml"],
         stdout=writer,

@@ -12,7 +12,10 @@ def test_metrics_of_an_environment_with_a_slash_in_its_name_are_its_own() -> Non
     group = GroupNumbers("math/easy", 0, rewards=[0.0, 1.0])
     numbers = StepNumbers(
         groups={"g": group},
-        columns={name: ones for name in (*columns, "generation_s", "environment_s", "truncated")},
+        columns={
+            name: ones
+            for name in (*columns, "generation_s", "environment_s", "truncated")
+        },
         replies=[3, 3],
         metrics={("math/easy", "right"): [0.5], ("math/easy", "ignored/seed"): [3.0]},
         num_episodes=Counter({"math/easy": 2}),

@@ -36,13 +36,17 @@ async def check(*arguments: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, lines[-1] if lines else ""
 
 
-async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_stream(tmp_path):
+async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_stream(
+    tmp_path,
+):
     async with (
         WorkerServer(tmp_path) as server,
         worker_process("--connect", server.address) as process,
     ):
         worker = await server.attached()
-        assert (await worker.load("fake_workers:Good", search_path=FAKES)).loaded.num_tasks == 3
+        assert (
+            await worker.load("fake_workers:Good", search_path=FAKES)
+        ).loaded.num_tasks == 3
         assert worker.hello == pb.WorkerHello()
         answer = await worker.reset("a", task_index=1, seed=5)
         assert answer.observation.messages[0].content == "two 5"
@@ -52,7 +56,9 @@ async def test_a_worker_runs_episodes_from_a_search_path_and_ends_with_its_strea
         assert await asyncio.wait_for(process.wait(), LIMIT_S) == 0
 
 
-async def test_what_an_environment_raises_or_prints_does_not_end_its_worker(tmp_path: Path) -> None:
+async def test_what_an_environment_raises_or_prints_does_not_end_its_worker(
+    tmp_path: Path,
+) -> None:
     async with (
         WorkerServer(tmp_path) as server,
         worker_process("--connect", server.address) as process,
@@ -81,7 +87,9 @@ for number in range(10_000):
 
 def test_a_full_disk_fails_no_environment_that_prints() -> None:
     with Path("/dev/full").open("w") as full:
-        run = subprocess.run([sys.executable, "-c", LOSSY], stderr=full, timeout=LIMIT_S)
+        run = subprocess.run(
+            [sys.executable, "-c", LOSSY], stderr=full, timeout=LIMIT_S
+        )
     assert run.returncode == 0
 
 
@@ -97,7 +105,9 @@ async def test_a_worker_with_a_wrong_token_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
-async def test_a_worker_does_not_outlive_the_process_that_started_it(tmp_path: Path) -> None:
+async def test_a_worker_does_not_outlive_the_process_that_started_it(
+    tmp_path: Path,
+) -> None:
     starter = (
         "import subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-m', 'slipstream.client.worker',"
@@ -149,10 +159,14 @@ class Waits(Environment):
 
 async def test_a_check_is_not_disturbed_by_what_the_environment_prints() -> None:
     code, out, errors = await check("fake_workers:Plain", "--search-path", FAKES)
-    ready = "environment fake_workers:Plain is ready: tasks without end, 32 of them played"
+    ready = (
+        "environment fake_workers:Plain is ready: tasks without end, 32 of them played"
+    )
     assert (code, errors) == (0, r"half a character: \ud83d")
     assert out.splitlines()[0] == ready
-    message = "! an empty reply earned 1 in 32 of 32 tasks, no less than the other replies"
+    message = (
+        "! an empty reply earned 1 in 32 of 32 tasks, no less than the other replies"
+    )
     assert out.splitlines()[-1].startswith(message)
 
 
@@ -175,11 +189,15 @@ CAUSES = {
 async def test_a_failed_check_of_an_agent_says_why() -> None:
     async def checked(name: str, cause: str) -> None:
         limit = "15" if cause == HANGS else str(LIMIT_S)
-        code, out, error = await check(name, "--search-path", FAKES, "--timeout-s", limit)
+        code, out, error = await check(
+            name, "--search-path", FAKES, "--timeout-s", limit
+        )
         assert (code, out) == (2, ""), name
         assert error.startswith(f"environment {name}: {cause}")
 
-    await asyncio.gather(*(checked(f"agents_for_checks:{a}", c) for a, c in CAUSES.items()))
+    await asyncio.gather(
+        *(checked(f"agents_for_checks:{a}", c) for a, c in CAUSES.items())
+    )
 
 
 STEPS = """
@@ -223,17 +241,28 @@ FAILED_STEPS = {
 async def test_a_check_plays_a_step(tmp_path: Path) -> None:
     (tmp_path / "steps.py").write_text(STEPS)
     options = ("--search-path", str(tmp_path), "--timeout-s", "15")
-    ends = await asyncio.gather(*(check(f"steps:{name}", *options) for name in FAILED_STEPS))
+    ends = await asyncio.gather(
+        *(check(f"steps:{name}", *options) for name in FAILED_STEPS)
+    )
     # An empty reply and a word fail alike, which is one line.
-    for (name, cause), (code, out, errors) in zip(FAILED_STEPS.items(), ends, strict=True):
+    for (name, cause), (code, out, errors) in zip(
+        FAILED_STEPS.items(), ends, strict=True
+    ):
         number = "" if cause == AWAITS else " (in 2 plays)"
-        assert (code, out, errors) == (2, "", f"environment steps:{name}: {cause}{number}")
+        assert (code, out, errors) == (
+            2,
+            "",
+            f"environment steps:{name}: {cause}{number}",
+        )
     code, out, errors = await check("steps:Picky", *options)
     assert (code, out) == (2, "")
     assert errors.startswith(f"environment steps:Picky: {FAILED_STEPS['NaN']}")
     code, out, _ = await check("steps:Given", *options)
     ready, _, last_line = out.splitlines()
-    assert (code, ready) == (0, "environment steps:Given is ready: 1 task, 1 of them played")
+    assert (code, ready) == (
+        0,
+        "environment steps:Given is ready: 1 task, 1 of them played",
+    )
     assert last_line.split() == ["its", "own", "reply", "1", "1"]
 
 
@@ -242,7 +271,12 @@ async def test_a_check_tells_who_needs_more_than_one_reply(tmp_path: Path) -> No
     for name, folder, limit, cause in (
         ("steps:Asks", str(tmp_path), 0, ""),
         ("steps:Asks", str(tmp_path), 1, ""),
-        ("agents_for_checks:Calls", FAKES, 1, "with sampling.max_turns = 1 an agent's second call"),
+        (
+            "agents_for_checks:Calls",
+            FAKES,
+            1,
+            "with sampling.max_turns = 1 an agent's second call",
+        ),
         ("agents_for_checks:Calls", FAKES, 0, ""),
         ("steps:Given", str(tmp_path), 0, ""),
     ):
@@ -260,7 +294,10 @@ FAILED_CHECKS = [
         ["slipstream.environments.echo:Echo", "--args", '{"num_symbols": 1}'],
         "environment slipstream.environments.echo:Echo: num_symbols must be at least 3, got 1",
     ),
-    (["hangs:Hangs", "--timeout-s", "0.5"], "environment hangs:Hangs: no answer within 0.5 s"),
+    (
+        ["hangs:Hangs", "--timeout-s", "0.5"],
+        "environment hangs:Hangs: no answer within 0.5 s",
+    ),
     (
         ["waits:Waits", "--timeout-s", "15"],
         "environment waits:Waits: no answer within 15 s (waits.py:8 in reset)",
@@ -270,7 +307,10 @@ FAILED_CHECKS = [
         "environment mistyped:X: import of mistyped failed: "
         "SyntaxError: expected ':' (mistyped.py:2)",
     ),
-    (["broken:X"], "environment broken:X: import of broken failed: SystemExit: 4 (broken.py:1"),
+    (
+        ["broken:X"],
+        "environment broken:X: import of broken failed: SystemExit: 4 (broken.py:1",
+    ),
 ]
 
 
@@ -280,7 +320,9 @@ async def test_a_failed_check_says_why_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "mistyped.py").write_text("class X:\n    def y(self) return 1\n")
     (tmp_path / "broken.py").write_text("raise SystemExit(4)\n")
     options = ("--search-path", str(tmp_path))
-    ends = await asyncio.gather(*(check(*arguments, *options) for arguments, _ in FAILED_CHECKS))
+    ends = await asyncio.gather(
+        *(check(*arguments, *options) for arguments, _ in FAILED_CHECKS)
+    )
     for (_, cause), (code, out, error) in zip(FAILED_CHECKS, ends, strict=True):
         assert (code, out) == (2, "")
         assert error.startswith(cause)
@@ -315,9 +357,18 @@ class Forks(Environment):
 """
 
 
-async def test_a_child_that_an_environment_has_forked_ends_where_it_comes_back(tmp_path) -> None:
+async def test_a_child_that_an_environment_has_forked_ends_where_it_comes_back(
+    tmp_path,
+) -> None:
     (tmp_path / "forks.py").write_text(FORKS)
-    arguments = ("forks:Forks", "--search-path", str(tmp_path), "--timeout-s", "20", "--tell")
+    arguments = (
+        "forks:Forks",
+        "--search-path",
+        str(tmp_path),
+        "--timeout-s",
+        "20",
+        "--tell",
+    )
     code, out, error = await check(*arguments)
     assert (code, error) == (0, "")
     assert out.startswith("environment forks:Forks is ready: 1 task")

@@ -126,7 +126,14 @@ def test_values_of_the_signature_and_scalars_of_numpy_and_torch_are_passed_on() 
         most=np.array(2),
         call=print,
     )
-    assert (path, limit, rate, sure, text, options) == ("x", 3, 0.5, True, "é", {"most": 2})
+    assert (path, limit, rate, sure, text, options) == (
+        "x",
+        3,
+        0.5,
+        True,
+        "é",
+        {"most": 2},
+    )
     assert [type(value) for value in (path, limit, rate, sure, text)] == [
         str,
         int,
@@ -137,7 +144,9 @@ def test_values_of_the_signature_and_scalars_of_numpy_and_torch_are_passed_on() 
 
 
 def test_names_and_number_of_arguments_are_pythons_own_matter() -> None:
-    with pytest.raises(TypeError, match="takes from 0 to 1 positional arguments but 2 were given"):
+    with pytest.raises(
+        TypeError, match="takes from 0 to 1 positional arguments but 2 were given"
+    ):
         example("a", 3)  # type: ignore[misc]
     with pytest.raises(TypeError, match="unexpected keyword argument 'lmit'"):
         Echo(lmit=3)  # type: ignore[call-arg]
@@ -174,10 +183,14 @@ def _limited(**given: Any) -> None:
     Sandbox(Limits(**given))
 
 
-def _of(function: Callable[..., object], more: Sequence[str] = (), **given: object) -> object:
+def _of(
+    function: Callable[..., object], more: Sequence[str] = (), **given: object
+) -> object:
     parameters = inspect.signature(function).parameters.values()
     names = [
-        parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is not parameter.VAR_KEYWORD
     ]
     return getattr(function, "__qualname__", "x"), function, given, [*names, *more]
 
@@ -198,7 +211,14 @@ def _of(function: Callable[..., object], more: Sequence[str] = (), **given: obje
         _of(Demonstrations, path="demonstrations.jsonl"),
         _of(Command, command=["true", "{task}"], tasks=["a"], score_file="s"),
         _of(Judge, ["max_open", "timeout_s"], base_url=URL, prompt="{reply}"),
-        _of(Judged, ["lowest"], path="rows.jsonl", base_url=URL, model="m", rubric="{reply}"),
+        _of(
+            Judged,
+            ["lowest"],
+            path="rows.jsonl",
+            base_url=URL,
+            model="m",
+            rubric="{reply}",
+        ),
         _of(RewardModel, ["max_retries"], base_url=URL, model="m"),
         _of(Rewarded, ["label"], path="rows.jsonl", base_url=URL, model="m"),
         _of(partial(Functions, "functions.jsonl")),
@@ -216,9 +236,13 @@ def test_no_argument_of_any_kind_is_answered_by_an_error_of_python(
     name, function, given, names, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sandbox, "trial", lambda backend: sandbox.Trial("", bounds_threads=True))
+    monkeypatch.setattr(
+        sandbox, "trial", lambda backend: sandbox.Trial("", bounds_threads=True)
+    )
     Path("rows.jsonl").write_text('{"question": "a", "answer": "b"}\n')
-    Path("functions.jsonl").write_text('{"question": "Write f(x).", "tests": "assert f(1) == 2"}\n')
+    Path("functions.jsonl").write_text(
+        '{"question": "Write f(x).", "tests": "assert f(1) == 2"}\n'
+    )
     Path("demonstrations.jsonl").write_text(
         '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     )

@@ -30,7 +30,9 @@ def test_a_run_cannot_be_named_out_of_its_folder(name: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", [*OUTSIDE, "-x", "s" * 101, "größe"])
 def test_a_server_cannot_be_named_out_of_its_folder(name: str) -> None:
-    with pytest.raises(ConfigError, match="the id of a rollout server has up to 100 letters"):
+    with pytest.raises(
+        ConfigError, match="the id of a rollout server has up to 100 letters"
+    ):
         check_server_id(name)
 
 

@@ -13,7 +13,11 @@ from slipstream.core import extension
 from slipstream.core.errors import ConfigError
 from slipstream.core.extension import Extension, Program, Queue
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.core.settings.sections import ParallelSection, QueueSection, WeightsSection
+from slipstream.core.settings.sections import (
+    ParallelSection,
+    QueueSection,
+    WeightsSection,
+)
 from slipstream.core.settings.tables import Tables, taken_names
 from slipstream.extensions.drafts.settings import DraftsSection
 from slipstream.learner.algorithms import functions
@@ -40,12 +44,18 @@ def fresh() -> Iterator[None]:
     extension.installed.cache_clear()
 
 
-def install(folder: Path, monkeypatch: pytest.MonkeyPatch, entries: str, module: str) -> None:
+def install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, entries: str, module: str
+) -> None:
     """Makes a package with entry points, whose module is `outside_manifest`."""
     information = folder / "outside-1.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: outside\nVersion: 1\n")
-    (information / "entry_points.txt").write_text(f"[slipstream.extensions]\n{entries}\n")
+    (information / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: outside\nVersion: 1\n"
+    )
+    (information / "entry_points.txt").write_text(
+        f"[slipstream.extensions]\n{entries}\n"
+    )
     (folder / "outside_manifest.py").write_text(module)
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.delitem(sys.modules, "outside_manifest", raising=False)
@@ -77,7 +87,9 @@ def places(manifest: Extension) -> Iterator[str]:
             yield text
 
 
-@pytest.mark.parametrize("manifest", extension.installed(), ids=lambda manifest: manifest.name)
+@pytest.mark.parametrize(
+    "manifest", extension.installed(), ids=lambda manifest: manifest.name
+)
 def test_every_place_of_a_manifest_exists(manifest: Extension) -> None:
     for place in places(manifest):
         module, _, attribute = place.partition(":")
@@ -101,7 +113,9 @@ def test_manifests_load_no_heavy_package() -> None:
 
 
 def test_parts_of_the_trainer_keep_their_order() -> None:
-    trainer_parts = [manifest.name for manifest in extension.installed() if manifest.trainer]
+    trainer_parts = [
+        manifest.name for manifest in extension.installed() if manifest.trainer
+    ]
     assert trainer_parts == [
         "profiles",
         "turns",
@@ -135,8 +149,16 @@ def test_another_package_adds_an_option(
     ("entry", "module", "cause"),
     [
         ("a = outside_manifest:NONE", "", "cannot be loaded"),
-        ("a = outside_manifest:X", "import nowhere_at_all\n", "cannot be loaded: No module"),
-        ("a = outside_manifest:X", "X = 1\n", "must be an Extension of that name, got 1"),
+        (
+            "a = outside_manifest:X",
+            "import nowhere_at_all\n",
+            "cannot be loaded: No module",
+        ),
+        (
+            "a = outside_manifest:X",
+            "X = 1\n",
+            "must be an Extension of that name, got 1",
+        ),
         (
             "a = outside_manifest:X",
             "from slipstream.core.extension import Extension\nX = Extension(name='b')\n",
@@ -162,7 +184,9 @@ def test_a_wrong_manifest_is_refused_with_its_entry_point(
     cause: str,
 ) -> None:
     install(tmp_path, monkeypatch, entry, module)
-    with pytest.raises(ConfigError, match="the entry point .* of slipstream.extensions") as error:
+    with pytest.raises(
+        ConfigError, match="the entry point .* of slipstream.extensions"
+    ) as error:
         extension.installed()
     assert cause in str(error.value)
 
@@ -177,13 +201,17 @@ def test_extensions_that_wait_for_each_other_are_refused(
     module += 'SECOND = Extension(name="b", after=("a",))\n'
     entries = "a = outside_manifest:FIRST\nb = outside_manifest:SECOND"
     install(tmp_path, monkeypatch, entries, module)
-    with pytest.raises(ConfigError, match="the extensions a, b each come after another of them"):
+    with pytest.raises(
+        ConfigError, match="the extensions a, b each come after another of them"
+    ):
         extension.installed()
 
 
 def test_a_program_is_found_by_its_command() -> None:
     program = extension.program("tinker")
-    assert program == Program("tinker", "slipstream.extensions.tinker.front", restarts=5)
+    assert program == Program(
+        "tinker", "slipstream.extensions.tinker.front", restarts=5
+    )
     with pytest.raises(ConfigError, match="slipstream brew: no installed extension"):
         extension.program("brew")
 
@@ -237,7 +265,10 @@ def test_an_extension_adds_names_of_queues_and_transports() -> None:
     assert QueueSection.model_validate({"kind": "folder"}).kind == "folder"
     assert extension.queues()["folder"] == Queue(sender="a:b", receiver="a:c")
     section = WeightsSection.model_validate({"transport": "pigeon"})
-    assert choose_transport(section.transport, [], {}, parallel=ParallelSection()) == "pigeon"
+    assert (
+        choose_transport(section.transport, [], {}, parallel=ParallelSection())
+        == "pigeon"
+    )
     with pytest.raises(ValidationError) as error:
         QueueSection.model_validate({"kind": "carrier"})
     assert message(error) == "Input should be 'grpc', 'folder' or 'redis'"
@@ -251,10 +282,14 @@ def test_an_advantage_of_an_extension_has_its_rules_and_arguments() -> None:
     assert section.estimator.compares_group
     assert section.own_functions == {}
     alone = {"advantage": "median", "group_size": 1}
-    with pytest.raises(ValidationError, match="'median' compares a group: group_size must be >= 2"):
+    with pytest.raises(
+        ValidationError, match="'median' compares a group: group_size must be >= 2"
+    ):
         AlgorithmSection.model_validate(alone)
     wrong = {"advantage": "median", "advantage_args": {"strength": 1.0}}
-    with pytest.raises(ValidationError, match="has no argument 'strength'; known: power"):
+    with pytest.raises(
+        ValidationError, match="has no argument 'strength'; known: power"
+    ):
         AlgorithmSection.model_validate(wrong)
     function = functions.function_of(section, "advantage")
     assert function.call.func is statistics.median
@@ -298,6 +333,10 @@ def test_a_table_is_read_as_the_section_that_its_extension_names() -> None:
 
 
 def test_an_option_is_on_where_one_of_its_tables_is_there() -> None:
-    manifests = [extension.active(small_config(**tables)) for tables in ({}, {"drafts": {}})]
-    has_drafts = ["drafts" in [manifest.name for manifest in active] for active in manifests]
+    manifests = [
+        extension.active(small_config(**tables)) for tables in ({}, {"drafts": {}})
+    ]
+    has_drafts = [
+        "drafts" in [manifest.name for manifest in active] for active in manifests
+    ]
     assert has_drafts == [False, True]

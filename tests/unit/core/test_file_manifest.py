@@ -43,7 +43,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def lines_of(folder: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in (folder / "manifest.jsonl").read_bytes().splitlines()]
+    return [
+        json.loads(line)
+        for line in (folder / "manifest.jsonl").read_bytes().splitlines()
+    ]
 
 
 def test_files_are_read_as_they_were_written(folder: Path) -> None:
@@ -60,10 +63,14 @@ def test_the_line_of_a_file_has_its_size_and_digest(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"thirD", b"third\n", b"", b"first"])
-def test_a_changed_file_refuses_the_start_and_the_read(folder: Path, content: bytes) -> None:
+def test_a_changed_file_refuses_the_start_and_the_read(
+    folder: Path, content: bytes
+) -> None:
     files = ManifestedFolder(folder)
     (folder / "a").write_bytes(content)
-    with pytest.raises(ProtocolError, match="a is not what the run wrote, by its line in"):
+    with pytest.raises(
+        ProtocolError, match="a is not what the run wrote, by its line in"
+    ):
         files.read("a")
     files.write("c", b"")
     with pytest.raises(ProtocolError, match="a is not what the run wrote"):
@@ -100,17 +107,25 @@ def test_a_removal_that_a_kill_has_cut_goes_on(folder: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["manifest.jsonl"]
 
 
-def test_a_line_that_a_kill_has_cut_goes_and_a_damaged_one_refuses(folder: Path) -> None:
+def test_a_line_that_a_kill_has_cut_goes_and_a_damaged_one_refuses(
+    folder: Path,
+) -> None:
     manifest = folder / "manifest.jsonl"
     content = manifest.read_bytes()
     manifest.write_bytes(content + b'{"path": "c", "num_by')
     (folder / ".c.7.partial").write_bytes(b"fou")
     ManifestedFolder(folder)
     assert len(lines_of(folder)) == 2
-    assert sorted(path.name for path in folder.iterdir()) == ["a", "b", "manifest.jsonl"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "a",
+        "b",
+        "manifest.jsonl",
+    ]
     for line in (b"{}\n", b"[1]\n", b"x\n"):
         manifest.write_bytes(content + line)
-        with pytest.raises(ProtocolError, match=r"manifest\.jsonl is not what the run wrote"):
+        with pytest.raises(
+            ProtocolError, match=r"manifest\.jsonl is not what the run wrote"
+        ):
             ManifestedFolder(folder)
 
 

@@ -18,13 +18,17 @@ STEPS = {1: {"loss": 0.5}, 2: {"loss": 4.0}, 3: {"loss": 5.0, "kl": 0.1}}
         (" kl <= -1 ", 0.0, False),
     ],
 )
-def test_a_condition_compares_as_it_is_written(text: str, value: float, holds: bool) -> None:
+def test_a_condition_compares_as_it_is_written(
+    text: str, value: float, holds: bool
+) -> None:
     condition = MetricCondition.parse(text)
     assert condition.holds(value) is holds
     assert MetricCondition.parse(str(condition)) == condition
 
 
-@pytest.mark.parametrize("text", ["loss", "loss > x", "> 3", "loss > nan", "loss == 3", "a b > 3"])
+@pytest.mark.parametrize(
+    "text", ["loss", "loss > x", "> 3", "loss > nan", "loss == 3", "a b > 3"]
+)
 def test_another_text_is_no_condition(text: str) -> None:
     with pytest.raises(ConfigError, match="--metric must be a metric's name"):
         MetricCondition.parse(text)
@@ -45,7 +49,11 @@ def test_the_first_step_in_which_a_condition_holds_is_chosen() -> None:
     ("text", "step", "cause"),
     [
         ("loss > 9", None, "holds in none of 3 recorded steps, whose loss is 0.5 to 5"),
-        ("lossy > 9", None, "no recorded step has the metric 'lossy'; did you mean 'loss'?"),
+        (
+            "lossy > 9",
+            None,
+            "no recorded step has the metric 'lossy'; did you mean 'loss'?",
+        ),
         ("loss > 3", 1, "loss of step 1 is 0.5, not loss > 3.0"),
         ("kl > 0", 1, "step 1 has no recorded kl"),
         ("kl > 0", 9, "step 9 has no recorded kl"),

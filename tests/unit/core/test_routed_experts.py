@@ -19,7 +19,9 @@ from support.fakes.fake_trajectories import make_trajectory
 
 def with_experts(ids: np.ndarray, num_experts: int) -> Trajectory:
     trajectory = make_trajectory(2, 2)
-    return dataclasses.replace(trajectory, routed_experts=RoutedExperts(ids, num_experts))
+    return dataclasses.replace(
+        trajectory, routed_experts=RoutedExperts(ids, num_experts)
+    )
 
 
 def test_ids_travel_as_one_byte_with_up_to_255_experts_and_as_two_beyond() -> None:
@@ -37,9 +39,15 @@ def test_a_token_costs_what_the_budget_of_the_queue_counts() -> None:
     plain = make_trajectory(512, 512)
     for num_experts, per_token in ((128, 48 * 8), (512, 48 * 8 * 2)):
         ids = np.zeros((1024, 48, 8), expert_dtype(num_experts))
-        routed = dataclasses.replace(plain, routed_experts=RoutedExperts(ids, num_experts))
+        routed = dataclasses.replace(
+            plain, routed_experts=RoutedExperts(ids, num_experts)
+        )
         more = len(encode_trajectory(routed)) - len(encode_trajectory(plain))
-        fields = {"num_hidden_layers": 48, "num_experts_per_tok": 8, "num_experts": num_experts}
+        fields = {
+            "num_hidden_layers": 48,
+            "num_experts_per_tok": 8,
+            "num_experts": num_experts,
+        }
         assert ModelSizes.of(fields).routing_bytes_per_token == per_token
         assert 1024 * per_token <= more <= 1024 * per_token + 32
 
@@ -89,7 +97,10 @@ def test_a_token_without_one_of_its_experts_is_not_recorded() -> None:
     ("changes", "cause"),
     [
         ({}, None),
-        ({"num_tokens": 3}, "experts of 3 tokens, 1 layers, 2 of 4 each, must have 6 bytes, got 8"),
+        (
+            {"num_tokens": 3},
+            "experts of 3 tokens, 1 layers, 2 of 4 each, must have 6 bytes, got 8",
+        ),
         ({"num_layers": 2}, "must have 16 bytes, got 8"),
         ({"num_experts": 300}, "must have 16 bytes, got 8"),
         ({"num_experts": 3}, "expert 3 of 3 experts"),
@@ -98,7 +109,9 @@ def test_a_token_without_one_of_its_experts_is_not_recorded() -> None:
         ({"num_experts": 65536}, "experts must be at most 65535, got 65536"),
     ],
 )
-def test_experts_of_another_size_are_refused(changes: dict[str, int], cause: str | None) -> None:
+def test_experts_of_another_size_are_refused(
+    changes: dict[str, int], cause: str | None
+) -> None:
     sizes = {"num_tokens": 4, "num_layers": 1, "top_k": 2, "num_experts": 4} | changes
     token_ids = bytes(4 * sizes.pop("num_tokens"))
     experts = {"expert_ids": bytes([0, 1, 2, 3, 3, 0, 255, 255]), **sizes}

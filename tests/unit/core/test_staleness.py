@@ -49,17 +49,23 @@ def test_a_batch_can_be_formed_as_soon_as_the_due_groups_are_complete(
 ) -> None:
     due = due_groups(leased, step, groups_per_step)
     assert not any(group.is_complete for group in due)
-    if not holds(Counter(group.deadline_step for group in leased), step, groups_per_step):
+    if not holds(
+        Counter(group.deadline_step for group in leased), step, groups_per_step
+    ):
         return
     done = [
-        PlainGroup(group.group_id, group.deadline_step, group.is_complete or group in due)
+        PlainGroup(
+            group.group_id, group.deadline_step, group.is_complete or group in due
+        )
         for group in leased
     ]
     if sum(group.is_complete for group in done) >= groups_per_step:
         assert choose_batch(done, step, groups_per_step) is not None
 
 
-def test_the_deadline_is_the_served_version_and_the_bound_but_not_after_the_last_step() -> None:
+def test_the_deadline_is_the_served_version_and_the_bound_but_not_after_the_last_step() -> (
+    None
+):
     assert deadline(5, 2, 100) == 7
     assert deadline(5, 0, 100) == 5
     assert deadline(98, 4, 100) == 99
@@ -75,7 +81,10 @@ def test_due_groups_go_before_groups_that_finished_earlier() -> None:
     assert [group.group_id for group in due_groups(leased, 3, 1)] == ["old"]
     leased[1] = PlainGroup("old", 3, True)
     assert [group.group_id for group in choose_batch(leased, 3, 1) or []] == ["old"]
-    assert [group.group_id for group in choose_batch(leased, 3, 2) or []] == ["old", "middle"]
+    assert [group.group_id for group in choose_batch(leased, 3, 2) or []] == [
+        "old",
+        "middle",
+    ]
 
 
 def test_an_interrupted_group_starts_afresh_only_when_a_batch_waits_and_nobody_may_finish_it():
@@ -115,8 +124,12 @@ def explore(groups_per_step, max_staleness, num_steps, invariant, room=None):
         if len(leased) < places:
             for version in set(served):
                 last = deadline(version, max_staleness, num_steps)
-                if invariant(Counter([*(d for d, _ in leased), last]), step, groups_per_step):
-                    following.append((step, served, tuple(sorted((*leased, (last, False))))))
+                if invariant(
+                    Counter([*(d for d, _ in leased), last]), step, groups_per_step
+                ):
+                    following.append(
+                        (step, served, tuple(sorted((*leased, (last, False)))))
+                    )
         for index, (d, complete) in enumerate(leased):
             if index and leased[index - 1] == leased[index]:
                 # Equal groups stand side by side, and lead to the same states.
@@ -136,8 +149,12 @@ def explore(groups_per_step, max_staleness, num_steps, invariant, room=None):
                 trained.append((step + 1, served, tuple(deadlines)))
         following += trained
         if invariant is holds:
-            plain_groups = [PlainGroup(str(i), d, done) for i, (d, done) in enumerate(leased)]
-            assert (choose_batch(plain_groups, step, groups_per_step) is not None) == bool(trained)
+            plain_groups = [
+                PlainGroup(str(i), d, done) for i, (d, done) in enumerate(leased)
+            ]
+            assert (
+                choose_batch(plain_groups, step, groups_per_step) is not None
+            ) == bool(trained)
         if not following:
             # Nothing may have to be given up to go on.
             return "stuck", len(seen)
@@ -162,13 +179,16 @@ def test_the_bound_is_kept_and_nothing_gets_stuck_in_all_small_runs(
 
 @pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize(
-    ("groups_per_step", "max_staleness", "num_steps"), [(1, 2, 8), (2, 1, 7), (2, 2, 6), (3, 2, 5)]
+    ("groups_per_step", "max_staleness", "num_steps"),
+    [(1, 2, 8), (2, 1, 7), (2, 2, 6), (3, 2, 5)],
 )
 def test_a_queue_that_holds_one_batch_is_enough_in_all_small_runs(
     groups_per_step: int, max_staleness: int, num_steps: int, more: int
 ) -> None:
     room = groups_per_step + more
-    verdict, num_states = explore(groups_per_step, max_staleness, num_steps, holds, room)
+    verdict, num_states = explore(
+        groups_per_step, max_staleness, num_steps, holds, room
+    )
     assert verdict == "kept"
     assert num_states > 100
 
@@ -179,6 +199,8 @@ def test_the_check_notices_a_queue_that_holds_less_than_one_batch() -> None:
 
 
 @pytest.mark.parametrize(("groups_per_step", "max_staleness"), [(1, 1), (2, 1)])
-def test_the_check_itself_notices_a_rule_that_lets_groups_expire(groups_per_step, max_staleness):
+def test_the_check_itself_notices_a_rule_that_lets_groups_expire(
+    groups_per_step, max_staleness
+):
     verdict, _ = explore(groups_per_step, max_staleness, 3, holds_from_step)
     assert verdict == "expired"

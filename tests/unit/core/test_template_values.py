@@ -26,8 +26,14 @@ def test_values_travel_as_they_are() -> None:
     ("values", "rule"),
     [
         ({"tools": []}, "chat_template_kwargs must not set 'tools', which servers set"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template_kwargs must not set 'chat_template'"),
-        ({"a": object()}, "chat_template_kwargs must be a JSON object: <object object at"),
+        (
+            {"chat_template": "{{ 1 }}"},
+            "chat_template_kwargs must not set 'chat_template'",
+        ),
+        (
+            {"a": object()},
+            "chat_template_kwargs must be a JSON object: <object object at",
+        ),
         ({"a": math.inf}, "chat_template_kwargs must be a JSON object: Out of range"),
     ],
 )
@@ -50,7 +56,12 @@ def tool(name: object = "look", **function: object) -> dict[str, object]:
 def test_good_tools_travel_as_they_are() -> None:
     tools = [
         tool(),
-        tool("take.it-1", description="Takes \u00e9.", parameters={"type": "object"}, strict=True),
+        tool(
+            "take.it-1",
+            description="Takes \u00e9.",
+            parameters={"type": "object"},
+            strict=True,
+        ),
     ]
     assert read_tools(tools_json(tools)) == tools
     assert tools_json(()) == "[]"
@@ -64,23 +75,40 @@ def test_good_tools_travel_as_they_are() -> None:
         ([tool()] * (MAX_TOOLS + 1), "tools must be at most 128, got 129"),
         (["look"], "tools[0] must be an object with type \"function\", got 'look'"),
         ([{"name": "look"}], 'tools[0] must be an object with type "function", got {'),
-        ([tool(), {"type": "function"}], "tools[1].function must be an object, got None"),
-        ([tool("a b")], "tools[0].function.name must be 1 to 64 letters, digits and _.-, got"),
-        ([tool("")], "tools[0].function.name must be 1 to 64 letters, digits and _.-, got ''"),
+        (
+            [tool(), {"type": "function"}],
+            "tools[1].function must be an object, got None",
+        ),
+        (
+            [tool("a b")],
+            "tools[0].function.name must be 1 to 64 letters, digits and _.-, got",
+        ),
+        (
+            [tool("")],
+            "tools[0].function.name must be 1 to 64 letters, digits and _.-, got ''",
+        ),
         ([tool("x" * 65)], "tools[0].function.name must be 1 to 64 letters"),
-        ([tool(3)], "tools[0].function.name must be 1 to 64 letters, digits and _.-, got 3"),
+        (
+            [tool(3)],
+            "tools[0].function.name must be 1 to 64 letters, digits and _.-, got 3",
+        ),
         ([tool(), tool()], "tools[1].function.name must be unique, got 'look' again"),
         ([tool(description=3)], "tools[0].function.description must be a text, got 3"),
         (
             [tool(parameters={"a": "integer"})],
             "tools[0].function.parameters must be a JSON schema with type \"object\", got {'a'",
         ),
-        ([tool(parameters=[])], "tools[0].function.parameters must be a JSON schema with type"),
+        (
+            [tool(parameters=[])],
+            "tools[0].function.parameters must be a JSON schema with type",
+        ),
         ([tool(more=object())], "tools must be JSON: Object of type object is not"),
         ([tool(more=math.nan)], "tools must be JSON: Out of range float values"),
     ],
 )
-def test_a_tool_that_breaks_a_rule_is_named_with_its_place(tools: object, rule: str) -> None:
+def test_a_tool_that_breaks_a_rule_is_named_with_its_place(
+    tools: object, rule: str
+) -> None:
     with pytest.raises(ValueError) as caught:
         tools_json(tools)
     assert str(caught.value).startswith(rule)
@@ -103,13 +131,18 @@ def test_tools_of_another_program_are_checked_too(text: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "fault"), [(b" \n", " is empty"), (b"\xff", ": 'utf-8' codec"), (None, ": .* No such")]
+    ("data", "fault"),
+    [(b" \n", " is empty"), (b"\xff", ": 'utf-8' codec"), (None, ": .* No such")],
 )
-def test_a_template_that_is_empty_or_cannot_be_read_is_named(data, fault, tmp_path) -> None:
+def test_a_template_that_is_empty_or_cannot_be_read_is_named(
+    data, fault, tmp_path
+) -> None:
     path = tmp_path / "mine.jinja"
     if data is not None:
         path.write_bytes(data)
-    with pytest.raises(ConfigError, match=f"^rollout_server.chat_template: {path}{fault}"):
+    with pytest.raises(
+        ConfigError, match=f"^rollout_server.chat_template: {path}{fault}"
+    ):
         read_template(path)
     path.write_text("{{ messages }}\n\n")
     assert read_template(path) == "{{ messages }}\n\n"

@@ -55,7 +55,9 @@ async def test_a_wait_leaves_out_time_in_which_the_process_stood_still(
     assert await waiting is True
 
 
-async def test_a_wait_of_a_moment_ends_at_once(pass_time: Callable[[float], None]) -> None:
+async def test_a_wait_of_a_moment_ends_at_once(
+    pass_time: Callable[[float], None],
+) -> None:
     assert await within(0.0, asyncio.Event().wait()) is False
 
 

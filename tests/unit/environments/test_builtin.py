@@ -40,7 +40,9 @@ def test_echo_with_another_seed_holds_out_other_pairs() -> None:
         ("", 0.0, 0.0),
     ],
 )
-def test_echo_rewards_letters_of_the_prompt_and_that_both_are_named(reply, right, named):
+def test_echo_rewards_letters_of_the_prompt_and_that_both_are_named(
+    reply, right, named
+):
     environment = Echo(reply_length=4)
     (message,) = environment.reset(("a", "b"))
     assert (message.role, message.content) == ("user", "a b")
@@ -85,7 +87,9 @@ def test_arithmetic_draws_the_asked_for_sizes_the_same_way_every_time() -> None:
         ("9" * 50, None),
     ],
 )
-def test_the_last_number_of_a_reply_is_its_answer(reply: str, answer: float | None) -> None:
+def test_the_last_number_of_a_reply_is_its_answer(
+    reply: str, answer: float | None
+) -> None:
     assert last_number(reply) == answer
 
 
@@ -109,7 +113,11 @@ def test_arithmetic_rewards_the_right_answer_and_a_little_the_right_form() -> No
         (Arithmetic, {"operations": ["/"]}, "operations must be some of"),
         (Arithmetic, {"num_tasks": 0}, "num_tasks must be at least 1, got 0"),
         (Arithmetic, {"digits": 1, "num_tasks": 1000}, "num_tasks must be at most"),
-        (Arithmetic, {"format_credit": 1}, "format_credit must be from 0 to below 1, got 1"),
+        (
+            Arithmetic,
+            {"format_credit": 1},
+            "format_credit must be from 0 to below 1, got 1",
+        ),
         (Arithmetic, {"split": "x"}, "split must be"),
     ],
 )
@@ -123,5 +131,10 @@ def test_others_are_the_letters_that_the_prompt_lacks() -> None:
     assert environment.tasks() == Echo(4).tasks()
     (message,) = environment.reset(("a", "b"))
     assert message.content == "a b"
-    for reply, reward in (("c d c d", 1.0), ("c d", 0.5), ("a b a b", 0.0), ("c e . d", 0.5)):
+    for reply, reward in (
+        ("c d c d", 1.0),
+        ("c d", 0.5),
+        ("a b a b", 0.0),
+        ("c e . d", 0.5),
+    ):
         assert environment.step(reply).reward == reward

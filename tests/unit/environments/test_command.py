@@ -46,17 +46,23 @@ def python(code: str, *arguments: str) -> list[str]:
 async def played(command: Command, handler=None) -> pb.WorkerMessage:
     host = EpisodeHost(command)
     try:
-        return await asyncio.wait_for(Episode(host, handler or answers(str.upper)).run(), LIMIT_S)
+        return await asyncio.wait_for(
+            Episode(host, handler or answers(str.upper)).run(), LIMIT_S
+        )
     finally:
         await host.close_all()
 
 
 @pytest.mark.process
-async def test_a_program_finds_the_model_and_its_exit_status_is_a_metric_and_no_reward() -> None:
+async def test_a_program_finds_the_model_and_its_exit_status_is_a_metric_and_no_reward() -> (
+    None
+):
     right = python(CALL + "sys.exit(reply != 'HELLO')", "{word}")
     wrong = python(CALL + "sys.exit(reply == 'HELLO')", "{word}")
     for command, exit_0 in ((right, 1.0), (wrong, 0.0)):
-        result = (await played(Command(command, [{"word": "hello"}], **SCORED))).agent_result
+        result = (
+            await played(Command(command, [{"word": "hello"}], **SCORED))
+        ).agent_result
         assert result.reward == 0.5
         assert dict(result.metrics) == {"ended_by_limit": 0.0, "exit_0": exit_0}
 
@@ -98,14 +104,18 @@ async def test_another_program_scores_what_the_first_one_left() -> None:
 
 
 @pytest.mark.process
-async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(monkeypatch):
+async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(
+    monkeypatch,
+):
     monkeypatch.setenv("SECRET", "x")
     code = (
         "import os, sys; home = os.environ['HOME']; "
         "open(home + '/settings', 'w').write(sys.argv[1]); print(os.getcwd()); "
         "sys.exit('SECRET' in os.environ or os.listdir('.') != [])"
     )
-    result = (await played(Command(python(code, "{task}"), ["a"], **SCORED))).agent_result
+    result = (
+        await played(Command(python(code, "{task}"), ["a"], **SCORED))
+    ).agent_result
     assert result.metrics["exit_0"] == 1.0
     assert not list(Path.home().glob("settings"))
 
@@ -122,8 +132,12 @@ async def test_a_program_sees_no_variable_of_its_worker_and_a_home_of_its_own(mo
          {"max_processes": 4}),
     ],
 )  # fmt: skip
-async def test_a_program_that_reaches_a_limit_is_ended_and_scored(code: str, limits: dict) -> None:
-    result = (await played(Command(python(code, "{task}"), ["a"], **limits, **SCORED))).agent_result
+async def test_a_program_that_reaches_a_limit_is_ended_and_scored(
+    code: str, limits: dict
+) -> None:
+    result = (
+        await played(Command(python(code, "{task}"), ["a"], **limits, **SCORED))
+    ).agent_result
     assert result.reward == 0.5
     assert result.metrics["ended_by_limit"] == 1.0
 
@@ -151,7 +165,10 @@ async def test_what_a_program_forks_ends_with_the_episode(tmp_path: Path) -> Non
     episode = Episode(host, never, task_index=1)
     await episode.reset()
     waiting = asyncio.create_task(episode.next())
-    await until(lambda: not (not pids.exists() or len(pids.read_text().splitlines()) < 2), LIMIT_S)
+    await until(
+        lambda: not (not pids.exists() or len(pids.read_text().splitlines()) < 2),
+        LIMIT_S,
+    )
     await episode.close()
     assert (await waiting).failure.message == "the episode was closed"
     assert await gone(pids)
@@ -161,7 +178,10 @@ async def test_what_a_program_forks_ends_with_the_episode(tmp_path: Path) -> Non
 async def gone(pids: Path) -> bool:
     """Whether all processes of a file have ended; a killed one may take a moment."""
     await until(
-        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split()), LIMIT_S
+        lambda: (
+            not any(Path(f"/proc/{pid}").exists() for pid in pids.read_text().split())
+        ),
+        LIMIT_S,
     )
     return True
 
@@ -171,11 +191,26 @@ async def gone(pids: Path) -> bool:
     ("given", "cause"),
     [
         ({"score_file": "none.txt"}, "ValueError: no score in none.txt ([Errno 2]"),
-        ({"score_command": python("raise KeyError(3)")}, "score_command failed: exit status 1"),
-        ({"score_command": python("print('high')")}, "must be a number, or a JSON object"),
-        ({"score_command": python("print('{\"n\": 1}')")}, "must be a number, or a JSON object"),
-        ({"score_command": python("print('NaN')")}, "the reward must be a finite number"),
-        ({"score_command": python("print('true')")}, "must be a number, or a JSON object"),
+        (
+            {"score_command": python("raise KeyError(3)")},
+            "score_command failed: exit status 1",
+        ),
+        (
+            {"score_command": python("print('high')")},
+            "must be a number, or a JSON object",
+        ),
+        (
+            {"score_command": python("print('{\"n\": 1}')")},
+            "must be a number, or a JSON object",
+        ),
+        (
+            {"score_command": python("print('NaN')")},
+            "the reward must be a finite number",
+        ),
+        (
+            {"score_command": python("print('true')")},
+            "must be a number, or a JSON object",
+        ),
     ],
 )
 async def test_a_score_that_is_none_fails_the_episode(given: dict, cause: str) -> None:
@@ -191,7 +226,11 @@ def test_fields_are_filled_in_as_people_write_them() -> None:
 def test_tasks_come_from_a_file_too(tmp_path: Path) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps({"n": n}) + "\n" for n in range(3)))
-    assert Command(["true", "{n}"], str(path), **SCORED).tasks() == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert Command(["true", "{n}"], str(path), **SCORED).tasks() == [
+        {"n": 0},
+        {"n": 1},
+        {"n": 2},
+    ]
 
 
 UNSCORED = {"score_command": None}
@@ -203,8 +242,14 @@ UNSCORED = {"score_command": None}
         ({"command": "true"}, "command must be a list, got 'true'"),
         ({"command": ["true", 3]}, "command, number 2, must be a text, got 3"),
         ({"command": []}, "a command must name a program, got \\[]"),
-        ({"command": ["true"]}, "nothing of a task reaches the program: name one of its fields"),
-        ({"command": ["no-such-program", "{task}"]}, "there is no program 'no-such-program' in"),
+        (
+            {"command": ["true"]},
+            "nothing of a task reaches the program: name one of its fields",
+        ),
+        (
+            {"command": ["no-such-program", "{task}"]},
+            "there is no program 'no-such-program' in",
+        ),
         ({"command": ["/no/such", "{task}"]}, "there is no program '/no/such'$"),
         ({"tasks": []}, "there must be at least one task"),
         ({"tasks": [3]}, "task 1 must be a text or an object, got 3"),
@@ -212,16 +257,25 @@ UNSCORED = {"score_command": None}
         ({"limit_s": 0.0}, "limit_s must be above 0"),
         ({"files": {"../x": ""}}, "files are inside the folder"),
         ({"max_output_mib": 0.0}, "max_output_mib must be above 0"),
-        ({"score_command": ["test", "{taks}"]}, "score_command names {taks}; did you mean 'task'?"),
         (
-            {"command": ["true", "{task}", "{hint}"], "tasks": [{"task": "a", "hint": "b"}, "c"]},
+            {"score_command": ["test", "{taks}"]},
+            "score_command names {taks}; did you mean 'task'?",
+        ),
+        (
+            {
+                "command": ["true", "{task}", "{hint}"],
+                "tasks": [{"task": "a", "hint": "b"}, "c"],
+            },
             "variables names {hint}, which row 2 does not have",
         ),
         (
             UNSCORED | {"score_file": "/etc/hostname"},
             "files are inside the folder of the episode, got '/etc/hostname'",
         ),
-        ({"score_file": "a"}, "give score_command or score_file, one of them: it has the reward"),
+        (
+            {"score_file": "a"},
+            "give score_command or score_file, one of them: it has the reward",
+        ),
         # Exit status 0 is no score.
         (UNSCORED, "give score_command or score_file"),
         (
@@ -250,7 +304,11 @@ def test_what_cannot_work_is_refused(given: dict, cause: str) -> None:
     ],
 )
 async def test_what_is_the_programs_does_not_reach_what_watches_it(given: dict) -> None:
-    code = 'test "$PYTHONPATH" = a' if "variables" in given else 'test -f argparse.py -a "$0" = a'
+    code = (
+        'test "$PYTHONPATH" = a'
+        if "variables" in given
+        else 'test -f argparse.py -a "$0" = a'
+    )
     command = Command(["sh", "-c", code, "{task}"], ["a"], **given, **SCORED)
     assert (await played(command)).agent_result.metrics["exit_0"] == 1.0
 
@@ -282,7 +340,9 @@ pathlib.Path("score.txt").write_text(str(kept if reply == "HELLO" else 0))
 
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
-async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(tmp_path: Path) -> None:
+async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(
+    tmp_path: Path,
+) -> None:
     secret = tmp_path / "secret"
     secret.write_text("7")
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -290,7 +350,9 @@ async def test_a_program_in_a_sandbox_reaches_its_endpoint_and_nothing_else(tmp_
         code = (SANDBOXED, "{word}", str(secret), str(port), str(os.getpid()))
         options = {"sandbox": True, "memory_gib": 1.0, "max_processes": 50}
         tasks = [{"word": "hello"}]
-        result = await played(Command(python(*code), tasks, score_file="score.txt", **options))
+        result = await played(
+            Command(python(*code), tasks, score_file="score.txt", **options)
+        )
         assert result.agent_result.reward == 5, result
         # The json.py that it left, which would read the secret, is not what the scorer imports.
         score = python("import json; print(json.loads(open('score.txt').read()))")
@@ -350,7 +412,9 @@ if sys.argv[2] == "use":
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel of Linux")
 @pytest.mark.parametrize("scores", [False, True])
-async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(scores, capfd):
+async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(
+    scores, capfd
+):
     for what, is_ended in (("reserve", False), ("use", True)):
         program = python(CALL + RESERVES, "{word}", what)
         options = IN_SANDBOX | SCORED
@@ -360,13 +424,17 @@ async def test_memory_in_the_sandbox_is_what_is_used_not_what_is_reserved(scores
             options["score_command"] = taking
         answer = await played(Command(program, [{"word": "hello"}], **options))
         errors = capfd.readouterr().err if not scores else answer.failure.message
-        assert ("out of memory: it took" in errors and "memory_gib = 0.50" in errors) == is_ended
+        assert (
+            "out of memory: it took" in errors and "memory_gib = 0.50" in errors
+        ) == is_ended
         assert answer.agent_result.metrics["exit_0"] == (not is_ended)
 
 
 @pytest.mark.process
 @pytest.mark.parametrize("sandbox", [False, True])
-async def test_a_program_that_a_signal_ends_is_told_with_what_the_sandbox_refuses(sandbox, capfd):
+async def test_a_program_that_a_signal_ends_is_told_with_what_the_sandbox_refuses(
+    sandbox, capfd
+):
     program = python(CALL + "os.abort()", "{word}")
     options = IN_SANDBOX if sandbox else {}
     answer = await played(Command(program, [{"word": "hello"}], **options, **SCORED))
@@ -390,7 +458,9 @@ open("score.txt", "w").write(str(seen))
 
 @pytest.mark.process
 @pytest.mark.parametrize("readable", [(), ("/proc/self",)])
-async def test_certificates_and_where_it_is_named_its_own_process_are_read_in_the_sandbox(readable):
+async def test_certificates_and_where_it_is_named_its_own_process_are_read_in_the_sandbox(
+    readable,
+):
     certificates = [path for path in ("/etc/ssl/openssl.cnf",) if os.path.exists(path)]
     certificates += [str(path) for path in Path("/etc/ssl/certs").glob("*.crt")][:1]
     program = Command(
@@ -401,13 +471,18 @@ async def test_certificates_and_where_it_is_named_its_own_process_are_read_in_th
         **IN_SANDBOX,
     )
     # The process above it stays unread.
-    assert (await played(program)).agent_result.reward == len(certificates) + len(readable)
+    assert (await played(program)).agent_result.reward == len(certificates) + len(
+        readable
+    )
 
 
 @pytest.mark.process
 @pytest.mark.parametrize(
     ("link", "led_to", "score_file"),
-    [("score.txt", "secret/score.txt", "score.txt"), ("out", "secret", "out/score.txt")],
+    [
+        ("score.txt", "secret/score.txt", "score.txt"),
+        ("out", "secret", "out/score.txt"),
+    ],
 )
 async def test_no_link_to_a_score_or_in_its_way_is_followed_out(
     tmp_path: Path, link: str, led_to: str, score_file: str
@@ -430,7 +505,10 @@ async def test_no_link_to_a_score_or_in_its_way_is_followed_out(
             "it is a pipe or a device, no regular file",
         ),
         ("os.mkdir('score.txt')", "Is a directory"),
-        ("open('one', 'w').write('1'); os.symlink('one', 'score.txt')", "symbolic link"),
+        (
+            "open('one', 'w').write('1'); os.symlink('one', 'score.txt')",
+            "symbolic link",
+        ),
     ],
 )
 async def test_a_score_is_read_from_a_file_alone(code: str, cause: str) -> None:
@@ -441,16 +519,23 @@ async def test_a_score_is_read_from_a_file_alone(code: str, cause: str) -> None:
 
 
 def test_a_sandbox_needs_limits_and_sandlock(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match="sandbox = true needs memory_gib and max_processes"):
+    with pytest.raises(
+        ConfigError, match="sandbox = true needs memory_gib and max_processes"
+    ):
         Command(["true", "{task}"], ["x"], sandbox=True, **SCORED)
-    monkeypatch.setattr("slipstream.environments.command.why_not", lambda name: f"no {name}")
+    monkeypatch.setattr(
+        "slipstream.environments.command.why_not", lambda name: f"no {name}"
+    )
     with pytest.raises(ConfigError, match="the one port of the endpoint: no sandlock"):
         limits = {"memory_gib": 1.0, "max_processes": 9}
         Command(["true", "{task}"], ["x"], sandbox=True, **limits, **SCORED)
 
 
 def test_fields_of_files_become_text_and_what_has_none_is_named_with_its_row() -> None:
-    rows = [{"a": value} for value in (3.0, Decimal("4.00"), Decimal("0.5"), np.int64(6), [7, "x"])]
+    rows = [
+        {"a": value}
+        for value in (3.0, Decimal("4.00"), Decimal("0.5"), np.int64(6), [7, "x"])
+    ]
     check_filled("rubric", ["{a}"], rows)
     assert [filled("{a}", row) for row in rows] == ["3", "4", "0.5", "6", '[7, "x"]']
     for odd in (datetime(2024, 1, 2), b"x", [Decimal(1)], {"b": object()}):

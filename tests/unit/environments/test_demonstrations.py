@@ -24,12 +24,27 @@ def talk(*roles_and_texts: object) -> dict[str, object]:
     return {"messages": [message(role, text) for role, text in pairs]}
 
 
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"a": null}'},
+}
 
 
 def test_every_reply_of_a_conversation_is_given_in_turn(tmp_path: Path) -> None:
     row = talk(
-        "user", "q", "assistant", "r", "tool", "t", "user", "u", "assistant", "s", "user", "x"
+        "user",
+        "q",
+        "assistant",
+        "r",
+        "tool",
+        "t",
+        "user",
+        "u",
+        "assistant",
+        "s",
+        "user",
+        "x",
     )
     environment = Demonstrations(file_of(tmp_path, row), system="Be short.")
     (task,) = environment.tasks()
@@ -41,7 +56,9 @@ def test_every_reply_of_a_conversation_is_given_in_turn(tmp_path: Path) -> None:
         done=False, messages=(Message("tool", "t"), Message("user", "u")), reply="s"
     )
     # The messages that follow say how a template ends the last reply.
-    assert environment.step("s") == StepResult(reward=1.0, messages=(Message("user", "x"),))
+    assert environment.step("s") == StepResult(
+        reward=1.0, messages=(Message("user", "x"),)
+    )
 
 
 def test_two_columns_are_a_prompt_and_its_reply(tmp_path: Path) -> None:
@@ -54,7 +71,9 @@ def test_two_columns_are_a_prompt_and_its_reply(tmp_path: Path) -> None:
 
 
 def test_a_seed_shuffles_the_rows_before_the_limit(tmp_path: Path) -> None:
-    path = file_of(tmp_path, *(talk("user", str(n), "assistant", str(n)) for n in range(50)))
+    path = file_of(
+        tmp_path, *(talk("user", str(n), "assistant", str(n)) for n in range(50))
+    )
     drawn = Demonstrations(path, shuffle_seed=1, limit=10).tasks()
     assert drawn == Demonstrations(path, shuffle_seed=1, limit=10).tasks()
     assert drawn != Demonstrations(path, limit=10).tasks()
@@ -73,23 +92,36 @@ def test_a_seed_shuffles_the_rows_before_the_limit(tmp_path: Path) -> None:
         ),
         ({"text": "q"}, "row 2 has no column 'messages'; its columns are 'text'"),
         ({"messages": "q"}, "row 2: column 'messages' must hold a list of messages"),
-        ({"messages": ["q"]}, "row 2: column 'messages': a message has role and content, got 'q'"),
+        (
+            {"messages": ["q"]},
+            "row 2: column 'messages': a message has role and content, got 'q'",
+        ),
         (
             {"messages": [message("assistant", "", tool_calls=[CALL])]},
             "row 2: column 'messages' holds tool_calls: write them into content",
         ),
         (
-            {"messages": [message("user", "q"), message("assistant", None, tool_calls=[])]},
+            {
+                "messages": [
+                    message("user", "q"),
+                    message("assistant", None, tool_calls=[]),
+                ]
+            },
             "row 2: column 'messages': content must be a text or a list of parts, got None",
         ),
         (
             talk("user", [{"type": "text", "text": "q"}]),
             "row 2 has no message with role = 'assistant'",
         ),
-        (talk(None, "q"), "row 2: column 'messages': the role of a message must be a text, got No"),
+        (
+            talk(None, "q"),
+            "row 2: column 'messages': the role of a message must be a text, got No",
+        ),
     ],
 )
-def test_a_row_that_gives_no_reply_is_named(tmp_path: Path, row: object, said: str) -> None:
+def test_a_row_that_gives_no_reply_is_named(
+    tmp_path: Path, row: object, said: str
+) -> None:
     path = file_of(tmp_path, talk("user", "q", "assistant", "r"), row)
     with pytest.raises(ConfigError, match=said):
         Demonstrations(path)
@@ -102,22 +134,32 @@ def test_a_row_that_gives_no_reply_is_named(tmp_path: Path, row: object, said: s
             {"q": [{"text": "a"}], "a": "b"},
             "row 1: column 'q': a message has role and content, got {",
         ),
-        ({"q": "a", "a": {"text": "b"}}, "row 1: column 'a' must hold a text or a number, got {"),
-        ({"q": "a", "a": True}, "row 1: column 'a' must hold a text or a number, got True"),
+        (
+            {"q": "a", "a": {"text": "b"}},
+            "row 1: column 'a' must hold a text or a number, got {",
+        ),
+        (
+            {"q": "a", "a": True},
+            "row 1: column 'a' must hold a text or a number, got True",
+        ),
         (
             {"q": talk("user", "q", "assistant", "r")["messages"], "a": "b"},
             "row 1: a reply must follow a message, got two replies",
         ),
     ],
 )
-def test_two_columns_that_hold_no_texts_are_named(tmp_path: Path, row: object, said: str) -> None:
+def test_two_columns_that_hold_no_texts_are_named(
+    tmp_path: Path, row: object, said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         Demonstrations(file_of(tmp_path, row), prompt="q", reply="a")
 
 
 def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:
     path = file_of(tmp_path, talk("user", "q", "assistant", "r"))
-    with pytest.raises(ConfigError, match="prompt and reply name columns together, got 'p' and"):
+    with pytest.raises(
+        ConfigError, match="prompt and reply name columns together, got 'p' and"
+    ):
         Demonstrations(path, prompt="p")
     with pytest.raises(ConfigError, match="limit must be at least 1, got 0"):
         Demonstrations(path, limit=0)
@@ -127,7 +169,9 @@ def test_arguments_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["weight", "train", "training", "trainable"])
-def test_a_reply_that_is_not_to_be_trained_is_context(tmp_path: Path, name: str) -> None:
+def test_a_reply_that_is_not_to_be_trained_is_context(
+    tmp_path: Path, name: str
+) -> None:
     row = {
         "messages": [
             message("user", "a"),
@@ -147,7 +191,9 @@ def test_a_reply_that_is_not_to_be_trained_is_context(tmp_path: Path, name: str)
     assert (first.reply, second.reply) == ("right", "right too")
 
 
-def test_calls_of_an_untrained_reply_and_the_offered_tools_are_given_on(tmp_path: Path) -> None:
+def test_calls_of_an_untrained_reply_and_the_offered_tools_are_given_on(
+    tmp_path: Path,
+) -> None:
     tool = {
         "type": "function",
         "function": {"name": "f", "parameters": {"type": "object", "default": None}},
@@ -155,7 +201,9 @@ def test_calls_of_an_untrained_reply_and_the_offered_tools_are_given_on(tmp_path
     row = {
         "messages": [
             message("user", "q"),
-            message("assistant", None, tool_calls=[CALL], reasoning_content="hm", weight=0),
+            message(
+                "assistant", None, tool_calls=[CALL], reasoning_content="hm", weight=0
+            ),
             message("tool", "3", tool_call_id="c1", name="f"),
             message("assistant", "It is 3."),
         ],
@@ -211,7 +259,9 @@ def test_calls_of_an_untrained_reply_and_the_offered_tools_are_given_on(tmp_path
         ),
     ],
 )  # fmt: skip
-def test_a_field_that_cannot_be_used_is_named_with_file_and_row(tmp_path, row, said) -> None:
+def test_a_field_that_cannot_be_used_is_named_with_file_and_row(
+    tmp_path, row, said
+) -> None:
     path = file_of(tmp_path, {"messages": row})
     with pytest.raises(ConfigError) as refused:
         Demonstrations(path)
@@ -231,7 +281,10 @@ def test_lines_of_code_are_no_lost_commands_of_latex(tmp_path: Path) -> None:
     ("extra", "said"),
     [
         ({"images": ["a.png"]}, "row 1: column 'images' is not read, got ['a.png']"),
-        ({"chat_template_kwargs": {"a": 1}}, "column 'chat_template_kwargs' is not read"),
+        (
+            {"chat_template_kwargs": {"a": 1}},
+            "column 'chat_template_kwargs' is not read",
+        ),
         ({"weight": 0}, "column 'weight' is not read, got 0"),
         ({"system": "Be kind."}, "column 'system' is not read, got Be kind."),
         ({"image": "a.png"}, "column 'image' is not read, got a.png"),
@@ -243,7 +296,9 @@ def test_lines_of_code_are_no_lost_commands_of_latex(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_columns_that_would_change_a_reply_are_read_or_refused(tmp_path, extra, said) -> None:
+def test_columns_that_would_change_a_reply_are_read_or_refused(
+    tmp_path, extra, said
+) -> None:
     row = talk("user", "q", "assistant", "r")
     assert Demonstrations(file_of(tmp_path, row | dict.fromkeys(extra))).tasks()
     with pytest.raises(ConfigError) as refused:
@@ -255,7 +310,9 @@ def test_columns_that_would_change_a_reply_are_read_or_refused(tmp_path, extra, 
 def test_two_system_messages_are_refused(tmp_path: Path) -> None:
     row = talk("system", "In French.", "user", "q", "assistant", "r")
     for system in ("Be kind.", ""):
-        with pytest.raises(ConfigError, match="begins with a system message: leave out system"):
+        with pytest.raises(
+            ConfigError, match="begins with a system message: leave out system"
+        ):
             Demonstrations(file_of(tmp_path, row), system=system)
 
 
@@ -265,14 +322,26 @@ def recorded(reply: str, *, weight: int = 1, unreadable: str = "") -> dict[str, 
     return {"messages": None if unreadable else messages, "unreadable": unreadable}
 
 
-def test_exported_rollouts_are_demonstrations_of_the_replies_that_are_to_be_trained(tmp_path):
+def test_exported_rollouts_are_demonstrations_of_the_replies_that_are_to_be_trained(
+    tmp_path,
+):
     control = "\x07 \text"
-    rows = [recorded("cut", weight=0), recorded(control), recorded("", unreadable="images")]
+    rows = [
+        recorded("cut", weight=0),
+        recorded(control),
+        recorded("", unreadable="images"),
+    ]
     (task,) = Demonstrations(file_of(tmp_path, *rows)).tasks()
     assert task.turns[0].reply == control
 
 
-def test_exported_rollouts_without_a_reply_to_train_are_refused_with_the_first_cause(tmp_path):
-    path = file_of(tmp_path, recorded("cut", weight=0), recorded("", unreadable="it shows images"))
-    with pytest.raises(ConfigError, match="no reply to train: .*row 1: each reply has weight 0"):
+def test_exported_rollouts_without_a_reply_to_train_are_refused_with_the_first_cause(
+    tmp_path,
+):
+    path = file_of(
+        tmp_path, recorded("cut", weight=0), recorded("", unreadable="it shows images")
+    )
+    with pytest.raises(
+        ConfigError, match="no reply to train: .*row 1: each reply has weight 0"
+    ):
         Demonstrations(path)

@@ -60,15 +60,24 @@ def block(code: str) -> str:
     return f"Here it is:\n```python\n{code}\n```\nDone."
 
 
-async def test_the_reward_is_the_share_of_tests_that_pass_or_for_all_or_none(tmp_path) -> None:
+async def test_the_reward_is_the_share_of_tests_that_pass_or_for_all_or_none(
+    tmp_path,
+) -> None:
     mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS)
-    assert mbpp.reset(mbpp.tasks()[0])[0].content == "Write a function to add two numbers."
+    assert (
+        mbpp.reset(mbpp.tasks()[0])[0].content == "Write a function to add two numbers."
+    )
     right = await judged(mbpp, block("def add(a, b):\n    return a + b"))
     assert right.reward == 1
     assert right.metrics == {"passed": 1, "all_passed": 1, "errors": 0, "timeouts": 0}
     half = await judged(mbpp, block("def add(a, b):\n    return int(a) + int(b)"))
     assert half.reward == 0.5
-    assert half.metrics == {"passed": 0.5, "all_passed": 0, "errors": 0.25, "timeouts": 0}
+    assert half.metrics == {
+        "passed": 0.5,
+        "all_passed": 0,
+        "errors": 0.25,
+        "timeouts": 0,
+    }
     mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS, reward="all")
     assert (await judged(mbpp, block("def add(a, b):\n    return a + b"))).reward == 1
     half = await judged(mbpp, block("def add(a, b):\n    return int(a) + int(b)"))
@@ -77,15 +86,24 @@ async def test_the_reward_is_the_share_of_tests_that_pass_or_for_all_or_none(tmp
 
 async def test_a_check_is_called_with_the_function(tmp_path: Path) -> None:
     tasks = functions(tmp_path, HUMANEVAL, **HUMANEVAL_COLUMNS)
-    assert (await judged(tasks, block("def twice(x):\n    return 4 * half(x)"))).reward == 1
+    assert (
+        await judged(tasks, block("def twice(x):\n    return 4 * half(x)"))
+    ).reward == 1
     assert (await judged(tasks, block("def twice(x):\n    return x"))).reward == 0
 
 
-async def test_code_that_hangs_counts_as_a_timeout_and_the_next_test_runs(tmp_path: Path) -> None:
+async def test_code_that_hangs_counts_as_a_timeout_and_the_next_test_runs(
+    tmp_path: Path,
+) -> None:
     mbpp = functions(tmp_path, MBPP, **MBPP_COLUMNS, limit_s=10.0)
     code = "import time\ndef add(a, b):\n    while a == 17: time.sleep(60)\n    return a + b"
     verdicts = await judged(mbpp, block(code))
-    assert verdicts.metrics == {"passed": 0.75, "all_passed": 0, "errors": 0, "timeouts": 0.25}
+    assert verdicts.metrics == {
+        "passed": 0.75,
+        "all_passed": 0,
+        "errors": 0,
+        "timeouts": 0.25,
+    }
 
 
 async def test_values_of_all_kinds_travel_both_ways(tmp_path: Path) -> None:
@@ -153,7 +171,9 @@ FAKES = {
     "say_it_passed": SAY
     + "for _ in range(99): say('outcome l2 spassed s')\ndef add(a, b): return 0",
     "say_it_ended_well": SAY + "def add(a, b):\n    say('ended l1 spassed')",
-    "say_it_before": (SAY + "for _ in range(9): say('ended l1 spassed')\ndef add(a, b): return 0"),
+    "say_it_before": (
+        SAY + "for _ in range(9): say('ended l1 spassed')\ndef add(a, b): return 0"
+    ),
     "say_nonsense": SAY
     + "def add(a, b):\n    say(''); say('x'); say('value l9 t9 I99'); say('value l2 i2a i0')",
     "say_what_is_no_json": (
@@ -213,8 +233,13 @@ ENDLESS = ("endless", "flood")
 
 @pytest.mark.parametrize("name", FAKES)
 async def test_code_cannot_fake_a_pass(name, tmp_path, backend, monkeypatch):
-    monkeypatch.setattr("slipstream.environments.sandbox.sandbox.first_backend", lambda: backend)
-    row = {"question": "?", "tests": ["assert add(17, 25) == 42", "assert add(1, 1) == 2"]}
+    monkeypatch.setattr(
+        "slipstream.environments.sandbox.sandbox.first_backend", lambda: backend
+    )
+    row = {
+        "question": "?",
+        "tests": ["assert add(17, 25) == 42", "assert add(1, 1) == 2"],
+    }
     tasks = functions(tmp_path, row, limit_s=2.0 if name in ENDLESS else 8.0)
     verdicts = await judged(tasks, block(FAKES[name]))
     assert verdicts.reward == 0, verdicts
@@ -274,8 +299,12 @@ async def test_tests_of_pytest_and_unittest_are_run(test: str, tmp_path: Path) -
         "assert add(lambda: 1, 2) == 3",
     ],
 )
-async def test_a_test_that_calls_nothing_is_a_fault_of_the_data(test: str, tmp_path: Path) -> None:
-    tasks = functions(tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3", test]})
+async def test_a_test_that_calls_nothing_is_a_fault_of_the_data(
+    test: str, tmp_path: Path
+) -> None:
+    tasks = functions(
+        tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3", test]}
+    )
     with pytest.raises(ValueError, match="a test of .*row 1 calls none of add: "):
         await judged(tasks, block("def add(a, b):\n    return a + b"))
 
@@ -285,7 +314,10 @@ async def test_a_test_that_calls_nothing_is_a_fault_of_the_data(test: str, tmp_p
     [
         ("add(1, 2) == 3", "compares, and asserts nothing: 'add(1, 2) == 3'"),
         ("assert add(1, 2) == 3\nadd(2, 2) == 4", "compares, and asserts nothing"),
-        ("assert (add(1, 2), 3)", "compares, and asserts nothing: 'assert (add(1, 2), 3)'"),
+        (
+            "assert (add(1, 2), 3)",
+            "compares, and asserts nothing: 'assert (add(1, 2), 3)'",
+        ),
         ("assert add(1, 2), 3", "compares, and asserts nothing"),
         ("add(1, 2)", "a test asserts nothing"),
         ("print(add(1, 2))", "a test asserts nothing"),
@@ -298,8 +330,14 @@ async def test_a_test_that_calls_nothing_is_a_fault_of_the_data(test: str, tmp_p
             "    add(1, 2)\nassert '3' in out.getvalue()",
             "a test reads by redirect_stdout what a function prints",
         ),
-        ("def test_add(capsys):\n    add(1, 2)\n    assert capsys.readouterr()", "by capsys what"),
-        ("import io, sys\nsys.stdout = io.StringIO()\nassert add(1, 2)", "by stdout what"),
+        (
+            "def test_add(capsys):\n    add(1, 2)\n    assert capsys.readouterr()",
+            "by capsys what",
+        ),
+        (
+            "import io, sys\nsys.stdout = io.StringIO()\nassert add(1, 2)",
+            "by stdout what",
+        ),
         (
             "from unittest.mock import patch\nwith patch('sys.stdout') as out:\n    add(1, 2)\n"
             "assert out",
@@ -307,7 +345,9 @@ async def test_a_test_that_calls_nothing_is_a_fault_of_the_data(test: str, tmp_p
         ),
     ],
 )
-def test_a_test_that_every_function_passes_or_fails_is_refused(test, said, tmp_path) -> None:
+def test_a_test_that_every_function_passes_or_fails_is_refused(
+    test, said, tmp_path
+) -> None:
     with pytest.raises(ConfigError, match="row 1: ") as refused:
         functions(tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3", test]})
     assert said in str(refused.value)
@@ -319,13 +359,21 @@ def test_a_test_that_every_function_passes_or_fails_is_refused(test, said, tmp_p
         ("a = [3, 1]\nf(a)\nassert a == [1, 3]", "def f(a): a.sort()", 1),
         # Otherwise emptied arguments would lower what is expected.
         ("a = [3, 1]\nassert f(a) == sorted(a)", "def f(a): a.clear(); return a", 0),
-        ("a = [3, 1]\nassert f(a) == [1, 3] and a == [3, 1]", "def f(a): a.sort(); return a", 1),
+        (
+            "a = [3, 1]\nassert f(a) == [1, 3] and a == [3, 1]",
+            "def f(a): a.sort(); return a",
+            1,
+        ),
         (
             "a, b = {'x': [2, 1]}, {1}\nf(a, k=b)\nassert a == {'x': [1, 2], 'y': 2} and b == {5}",
             "def f(a, k):\n    a['x'].sort()\n    a['y'] = 2\n    k.clear()\n    k.add(5)",
             1,
         ),
-        ("import asyncio\nassert asyncio.run(f(1)) == 2", "async def f(a): return a + 1", 1),
+        (
+            "import asyncio\nassert asyncio.run(f(1)) == 2",
+            "async def f(a): return a + 1",
+            1,
+        ),
         ("assert f(1) == 2", "async def f(a): return a + 1", 0),
         ("assert f(1) == 2, 2", "def f(a): return a + 1", 1),
         # A class of data finds its module.
@@ -345,7 +393,9 @@ def test_a_test_that_every_function_passes_or_fails_is_refused(test, said, tmp_p
         ),
     ],
 )
-async def test_what_a_function_does_counts_as_in_one_process(test, code, reward, tmp_path) -> None:
+async def test_what_a_function_does_counts_as_in_one_process(
+    test, code, reward, tmp_path
+) -> None:
     tasks = functions(tmp_path, {"question": "?", "tests": [test]})
     assert (await judged(tasks, block(code))).reward == reward
 
@@ -359,23 +409,34 @@ class Counted(Sandbox):
 
 
 @pytest.mark.parametrize(
-    ("code", "number"), [("", 0), ("def f(:", 1), ("raise ValueError", 1), ("def f(): return 1", 1)]
+    ("code", "number"),
+    [("", 0), ("def f(:", 1), ("raise ValueError", 1), ("def f(): return 1", 1)],
 )
-async def test_code_is_started_once_at_most_if_it_cannot_be_loaded(code, number, tmp_path) -> None:
-    environment = functions(tmp_path, {"question": "?", "tests": ["assert f() == 1"] * 3})
+async def test_code_is_started_once_at_most_if_it_cannot_be_loaded(
+    code, number, tmp_path
+) -> None:
+    environment = functions(
+        tmp_path, {"question": "?", "tests": ["assert f() == 1"] * 3}
+    )
     sandbox = environment._sandbox = Counted(Limits(seconds=LIMIT_S))
-    assert (await judged(environment, block(code) if code else "")).reward == ("return 1" in code)
+    assert (await judged(environment, block(code) if code else "")).reward == (
+        "return 1" in code
+    )
     assert sandbox.started == ["examiner", *["candidate"] * number]
 
 
 async def test_a_sandbox_imports_what_tests_and_code_import(tmp_path: Path) -> None:
     # All of these take as long there as the rest of an exam.
     slow = "import sys\nslow = {'json', 're', 'runpy', 'typing'} & {*sys.modules}\n"
-    tasks = functions(tmp_path, {"question": "?", "tests": [f"{slow}assert f() == slow == set()"]})
+    tasks = functions(
+        tmp_path, {"question": "?", "tests": [f"{slow}assert f() == slow == set()"]}
+    )
     assert (await judged(tasks, block(f"{slow}def f(): return slow"))).reward == 1
 
 
-async def test_code_that_ends_passes_no_test_that_catches_everything(tmp_path: Path) -> None:
+async def test_code_that_ends_passes_no_test_that_catches_everything(
+    tmp_path: Path,
+) -> None:
     test = "try:\n    assert add(1, 2) == 3\nexcept:\n    pass"
     tasks = functions(tmp_path, {"question": "?", "tests": [test]})
     ended = await judged(tasks, block("def add(a, b):\n    import os\n    os._exit(0)"))
@@ -383,7 +444,9 @@ async def test_code_that_ends_passes_no_test_that_catches_everything(tmp_path: P
     assert (await judged(tasks, block("def add(a, b):\n    return a + b"))).reward == 1
 
 
-async def test_the_code_that_defines_the_function_is_judged_without_thoughts(tmp_path: Path):
+async def test_the_code_that_defines_the_function_is_judged_without_thoughts(
+    tmp_path: Path,
+):
     tasks = functions(tmp_path, {"question": "?", "tests": ["assert add(1, 2) == 3"]})
     right = "def add(a, b):\n    return a + b"
     use = "from your_module import add\nprint(add(1, 2))"
@@ -404,13 +467,19 @@ def test_the_prompt_may_name_other_columns(tmp_path: Path) -> None:
         "starter_code": "def add(a, b):",
         "tests": "assert add(1, 2) == 3",
     }
-    tasks = functions(tmp_path, row, question="title", instruction="{question}\n{starter_code}")
+    tasks = functions(
+        tmp_path, row, question="title", instruction="{question}\n{starter_code}"
+    )
     assert tasks.reset(tasks.tasks()[0])[0].content == "Add {tests}.\ndef add(a, b):"
     with pytest.raises(ConfigError, match="{starter_cod}"):
-        functions(tmp_path, row, question="title", instruction="{question}{starter_cod}")
+        functions(
+            tmp_path, row, question="title", instruction="{question}{starter_cod}"
+        )
 
 
-@pytest.mark.parametrize("solution", ["def twice(x):\n    return 2 * x", "    return 2 * x\n"])
+@pytest.mark.parametrize(
+    "solution", ["def twice(x):\n    return 2 * x", "    return 2 * x\n"]
+)
 async def test_solutions_as_data_sets_write_them_pass(solution, tmp_path: Path) -> None:
     row = HUMANEVAL | {"solution": solution}
     tasks = functions(tmp_path, row, **HUMANEVAL_COLUMNS, solution="solution")
@@ -421,13 +490,18 @@ async def test_solutions_as_data_sets_write_them_pass(solution, tmp_path: Path) 
 def test_a_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
     for column in ("setup", "solution"):
         with pytest.raises(ConfigError, match="row 1 has no column 'typo'"):
-            functions(tmp_path, {"question": "?", "tests": "assert f()"}, **{column: "typo"})
+            functions(
+                tmp_path, {"question": "?", "tests": "assert f()"}, **{column: "typo"}
+            )
 
 
 @pytest.mark.parametrize(
     ("second", "said"),
     [
-        ({"tests": ["assert add(2, 2) == 5"]}, "test it differently: put all tests into one row"),
+        (
+            {"tests": ["assert add(2, 2) == 5"]},
+            "test it differently: put all tests into one row",
+        ),
         ({"tests": ["assert add(1, 2) == 3"]}, "test it alike: leave one of them out"),
         ({"question": "Write add(a, b) otherwise."}, ""),
         ({"starter": "def add(a, b):"}, ""),
@@ -436,7 +510,11 @@ def test_a_column_that_no_row_has_is_refused(tmp_path: Path) -> None:
 def test_two_rows_with_one_prompt_are_refused(
     tmp_path: Path, second: dict[str, object], said: str
 ) -> None:
-    first = {"question": "Write add(a, b).", "tests": ["assert add(1, 2) == 3"], "starter": "def"}
+    first = {
+        "question": "Write add(a, b).",
+        "tests": ["assert add(1, 2) == 3"],
+        "starter": "def",
+    }
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(f"{json.dumps(row)}\n" for row in (first, first | second)))
     instruction = "{question}\n{starter}"
@@ -449,7 +527,11 @@ def test_two_rows_with_one_prompt_are_refused(
 
 
 async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
-    row = {"question": "?", "tests": ["assert f() == 1"], "setup": "import no_such_module"}
+    row = {
+        "question": "?",
+        "tests": ["assert f() == 1"],
+        "setup": "import no_such_module",
+    }
     tasks = functions(tmp_path, row, setup="setup")
     with pytest.raises(ValueError, match="the tests do not run: .*no_such_module"):
         await judged(tasks, block("def f(): return 1"))
@@ -458,15 +540,31 @@ async def test_a_test_that_cannot_run_fails_the_episode(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "options", "said"),
     [
-        ({"tests": ["assert f()"]}, {}, "row 1 has no column 'question'; its columns are 'tests'"),
-        ({"question": "?"}, {}, "row 1 has no column 'tests'; its columns are 'question'"),
+        (
+            {"tests": ["assert f()"]},
+            {},
+            "row 1 has no column 'question'; its columns are 'tests'",
+        ),
+        (
+            {"question": "?"},
+            {},
+            "row 1 has no column 'tests'; its columns are 'question'",
+        ),
         ({"question": "?", "tests": []}, {}, "row 1: column 'tests' is empty"),
         ({"question": "?", "tests": "[]"}, {}, "the tests use no name"),
         ({"question": "?", "tests": [1]}, {}, "must hold a test or a list of tests"),
         ({"question": "?", "tests": ["assert f("]}, {}, "row 1: a test is no Python"),
         ({"question": "?", "tests": ["assert 1 == 1"]}, {}, "the tests use no name"),
-        ({"question": "?", "tests": "def check(f):\n    f()"}, {}, "function = 'entry_point'"),
-        (MBPP | {"image": "a.png"}, MBPP_COLUMNS, "column 'image' is not read, got a.png"),
+        (
+            {"question": "?", "tests": "def check(f):\n    f()"},
+            {},
+            "function = 'entry_point'",
+        ),
+        (
+            MBPP | {"image": "a.png"},
+            MBPP_COLUMNS,
+            "column 'image' is not read, got a.png",
+        ),
         (MBPP, {"reward": "some"}, "reward must be 'share' or 'all', got 'some'"),
         (MBPP, {"limit_s": 0.0}, "limit_s must be above 0, got 0.0"),
         (MBPP, {"instruction": "x"}, "instruction must contain {question}"),

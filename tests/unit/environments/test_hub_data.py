@@ -46,7 +46,9 @@ FENCE = re.compile(r"^```toml\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def rows(first: int, last: int) -> list[dict[str, str]]:
-    return [{"question": f"{n} + {n}", "answer": str(2 * n)} for n in range(first, last)]
+    return [
+        {"question": f"{n} + {n}", "answer": str(2 * n)} for n in range(first, last)
+    ]
 
 
 def write_parquet(path: Path, found: list[dict[str, str]]) -> None:
@@ -87,17 +89,29 @@ def ask(hub: Hub, tmp_path: Path) -> Callable[..., list[str] | str]:
             "HF_HUB_OFFLINE": str(int(bool(settings.pop("offline", False)))),
         }
         variables.pop("HF_TOKEN", None)
-        done = python(PROGRAM, json.dumps({"path": path, **settings}), cwd=tmp_path, env=variables)
-        refused = [line for line in done.stderr.splitlines() if line.startswith("refused: ")]
+        done = python(
+            PROGRAM, json.dumps({"path": path, **settings}), cwd=tmp_path, env=variables
+        )
+        refused = [
+            line for line in done.stderr.splitlines() if line.startswith("refused: ")
+        ]
         assert bool(refused) != (done.returncode == 0), done.stderr
-        return refused[0].removeprefix("refused: ") if refused else json.loads(done.stdout)
+        return (
+            refused[0].removeprefix("refused: ") if refused else json.loads(done.stdout)
+        )
 
     return ask
 
 
-def test_a_function_judges_rows_of_the_hub(ask: Callable[..., object], tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("def judge(reply, row):\n    return reply == row['answer']\n")
-    facts = ask("hf:openai/sums", hub_config="main", hub_split="test", judge="mine:judge")
+def test_a_function_judges_rows_of_the_hub(
+    ask: Callable[..., object], tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def judge(reply, row):\n    return reply == row['answer']\n"
+    )
+    facts = ask(
+        "hf:openai/sums", hub_config="main", hub_split="test", judge="mine:judge"
+    )
     assert facts == rows(5, 7)
 
 
@@ -110,7 +124,9 @@ def test_splits_and_configs_of_a_data_set_are_read_in_order(ask: Callable) -> No
 
 
 @pytest.mark.long
-def test_what_was_read_once_is_read_again_without_a_network(ask: Callable, hub: Hub) -> None:
+def test_what_was_read_once_is_read_again_without_a_network(
+    ask: Callable, hub: Hub
+) -> None:
     read = ask("hf:openai/sums", hub_config="main")
     assert read == ["0", "2", "4", "6", "8"]
     num_requests = len(hub.requests)
@@ -132,7 +148,9 @@ def test_a_hub_that_does_not_answer_is_one_line(ask: Callable) -> None:
     assert f"{endpoint} gives no answer" in answer
 
 
-def test_what_is_missing_or_gated_is_named_with_what_to_do(ask: Callable, hub: Hub) -> None:
+def test_what_is_missing_or_gated_is_named_with_what_to_do(
+    ask: Callable, hub: Hub
+) -> None:
     assert "hf:openai/summs is not at " in ask("hf:openai/summs")
     hub.gated.add("openai/sums")
     answer = ask("hf:openai/sums", hub_config="main")

@@ -17,7 +17,13 @@ import pytest
 from slipstream.client.environment import Reply
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.core.errors import ConfigError
-from slipstream.environments.judge import Judge, Judged, JudgeError, Rewarded, RewardModel
+from slipstream.environments.judge import (
+    Judge,
+    Judged,
+    JudgeError,
+    Rewarded,
+    RewardModel,
+)
 from slipstream.v1 import environment_pb2 as pb
 from support.rigs.waiting import LIMIT_S, until
 
@@ -109,7 +115,12 @@ def endpoint() -> Iterator[Endpoint]:
 
 
 def failure(status: int, **headers: str) -> tuple[int, dict[str, str], str, str]:
-    return (status, {name.replace("_", "-"): value for name, value in headers.items()}, "", "stop")
+    return (
+        status,
+        {name.replace("_", "-"): value for name, value in headers.items()},
+        "",
+        "stop",
+    )
 
 
 def judge(endpoint: Endpoint, **options: Any) -> Judge:
@@ -150,11 +161,15 @@ async def test_a_judge_reads_the_prompt_with_its_fields_and_gives_a_number(endpo
         ),
     ],
 )
-async def test_fields_of_the_request_are_the_users(options: dict, fields: dict, endpoint) -> None:
+async def test_fields_of_the_request_are_the_users(
+    options: dict, fields: dict, endpoint
+) -> None:
     assert await score(endpoint, "7", **options) == 7
     (request,) = endpoint.asked
     assert {
-        name: value for name, value in request.items() if name not in ("model", "messages")
+        name: value
+        for name, value in request.items()
+        if name not in ("model", "messages")
     } == (fields)
 
 
@@ -165,7 +180,9 @@ async def test_the_number_of_the_last_line_counts(said, number, endpoint):
     assert await score(endpoint, said) == number
 
 
-async def test_an_object_counts_from_its_first_to_its_last_brace(endpoint: Endpoint) -> None:
+async def test_an_object_counts_from_its_first_to_its_last_brace(
+    endpoint: Endpoint,
+) -> None:
     message = 'So: ```json\n{"why": "a {b}", "score": 3}\n``` 9'
     assert await score(endpoint, message, answer="json") == 3
 
@@ -181,12 +198,24 @@ async def test_an_object_counts_from_its_first_to_its_last_brace(endpoint: Endpo
         ("11", {}, "must score from 0 to 10, got 11"),
         ("-1", {}, "must score from 0 to 10, got -1"),
         ("1e999", {}, "must score from 0 to 10, got inf"),
-        ("7", {"answer": "json"}, "must reply with an object with the number `score`, got '7'"),
+        (
+            "7",
+            {"answer": "json"},
+            "must reply with an object with the number `score`, got '7'",
+        ),
         ('{"score": "7"}', {"answer": "json"}, "must reply with an object"),
         ('{"score": true}', {"answer": "json"}, "must reply with an object"),
         ('{"score": NaN}', {"answer": "json"}, "must score from 0 to 10, got nan"),
-        (f'{{"score": 1{"0" * 400}}}', {"answer": "json"}, "must score from 0 to 10, got 1000"),
-        ((200, {}, "7 but", "length"), {}, "was cut off at 1024 tokens: raise max_tokens"),
+        (
+            f'{{"score": 1{"0" * 400}}}',
+            {"answer": "json"},
+            "must score from 0 to 10, got 1000",
+        ),
+        (
+            (200, {}, "7 but", "length"),
+            {},
+            "was cut off at 1024 tokens: raise max_tokens",
+        ),
         (
             (200, {}, "7 but", "length"),
             {"request": {"max_completion_tokens": 9}},
@@ -203,7 +232,9 @@ async def test_an_object_counts_from_its_first_to_its_last_brace(endpoint: Endpo
         (None, {"max_retries": 0}, "failed: APIConnectionError"),
     ],
 )
-async def test_a_judge_without_a_score_is_a_failure_with_its_cause(said, options, cause, endpoint):
+async def test_a_judge_without_a_score_is_a_failure_with_its_cause(
+    said, options, cause, endpoint
+):
     with pytest.raises(JudgeError) as failed:
         await score(endpoint, said, api_key="a secret", **options)
     assert f"the judge judge at {endpoint.url}" in str(failed.value)
@@ -232,7 +263,10 @@ def plain(body, status=200, **headers):
 
     def answer(request: BaseHTTPRequestHandler) -> None:
         request.send_response(status)
-        settings = {"content_type": "application/json", "content_length": str(len(body))} | headers
+        settings = {
+            "content_type": "application/json",
+            "content_length": str(len(body)),
+        } | headers
         for name, value in settings.items():
             request.send_header(name.replace("_", "-"), value)
         request.end_headers()
@@ -265,18 +299,30 @@ def dripping(request: BaseHTTPRequestHandler) -> None:
         (endless, "failed: APIConnectionError: .* more than 4194304 bytes"),
         (plain(gzip.compress(b" " * 100), content_encoding="gzip"), "encoded as gzip"),
         (plain(b"<html>", content_type="text/html"), "is no JSON: JSONDecodeError"),
-        (plain(b'{"choices":' + b"[" * 200_000), "no JSON: (RecursionError|JSONDecodeError)"),
+        (
+            plain(b'{"choices":' + b"[" * 200_000),
+            "no JSON: (RecursionError|JSONDecodeError)",
+        ),
         (plain(b"\xff"), "is no JSON: UnicodeDecodeError"),
         (plain(b""), "is no JSON: JSONDecodeError"),
         (plain(b"null"), "must answer as OpenAI's chat completions do, got 'None'"),
         (plain(b"[]"), "must answer as OpenAI's chat completions do"),
         (plain(b'{"choices": 5}'), "must answer as OpenAI's chat completions do"),
         (plain(b'{"choices": []}'), "must answer as OpenAI's chat completions do"),
-        (plain(b'{"choices": [{"message": {"content": 7}}]}'), "must answer as OpenAI's"),
+        (
+            plain(b'{"choices": [{"message": {"content": 7}}]}'),
+            "must answer as OpenAI's",
+        ),
         # The judge's reply has thoughts alone.
         (plain(b'{"choices": [{"message": {}}]}'), "must reply with one number"),
-        (plain(b'{"choices": [{"message": {}, "finish_reason": "length"}]}'), "was cut off at"),
-        (plain(b'{"choices": [{"message": {"content": null}}]}'), "must reply with one number"),
+        (
+            plain(b'{"choices": [{"message": {}, "finish_reason": "length"}]}'),
+            "was cut off at",
+        ),
+        (
+            plain(b'{"choices": [{"message": {"content": null}}]}'),
+            "must reply with one number",
+        ),
     ],
 )
 async def test_a_judge_that_answers_with_anything_is_a_failure_with_its_name(
@@ -304,7 +350,10 @@ async def test_a_judge_has_no_more_calls_open_than_it_may(endpoint: Endpoint) ->
     endpoint.answers = ["5"]
     endpoint.hold.clear()
     one_judge = judge(endpoint, max_open=3)
-    calls = [asyncio.create_task(one_judge.score({"reply": str(number)})) for number in range(12)]
+    calls = [
+        asyncio.create_task(one_judge.score({"reply": str(number)}))
+        for number in range(12)
+    ]
     await until(lambda: endpoint.open >= 3, 60)
     endpoint.hold.set()
     assert await asyncio.gather(*calls) == [5] * 12
@@ -315,16 +364,27 @@ async def test_a_judge_has_no_more_calls_open_than_it_may(endpoint: Endpoint) ->
     ("options", "said"),
     [
         ({"answer": "words"}, "answer must be 'number' or 'json', got 'words'"),
-        ({"lowest": 1.0, "highest": 1.0}, "lowest must be below highest, got 1.0 and 1.0"),
+        (
+            {"lowest": 1.0, "highest": 1.0},
+            "lowest must be below highest, got 1.0 and 1.0",
+        ),
         ({"max_open": 0}, "max_open must be at least 1, got 0"),
-        ({"request": {"stream": True}}, "request must be without 'stream', which the judge sets"),
-        ({"request": {"stop": {"a"}}}, "request must be a JSON object: {'a'} is no value of JSON"),
+        (
+            {"request": {"stream": True}},
+            "request must be without 'stream', which the judge sets",
+        ),
+        (
+            {"request": {"stop": {"a"}}},
+            "request must be a JSON object: {'a'} is no value of JSON",
+        ),
         ({"request": [1]}, "request must be "),
         ({"max_retries": -1}, "max_retries must be at least 0, got -1"),
         ({"timeout_s": 0.0}, "timeout_s must be above 0, got 0.0"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_line(options: dict[str, Any], said: str) -> None:
+def test_what_cannot_work_is_refused_in_one_line(
+    options: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said.replace("(", "\\(")):
         Judge("http://127.0.0.1:1/v1", "m", prompt=PROMPT, **options)
     with pytest.raises(ConfigError, match="prompt must name a field"):
@@ -337,7 +397,9 @@ def questions(folder: Path) -> str:
     return str(path)
 
 
-async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(tmp_path, endpoint):
+async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(
+    tmp_path, endpoint
+):
     key = tmp_path / "key"
     key.write_text("a key\n")
     endpoint.answers = ["The reply is red. 4"]
@@ -355,7 +417,9 @@ async def test_a_judged_environment_gives_the_judges_score_from_0_to_1(tmp_path,
     result = await judged.step("red")
     assert (result.reward, result.metrics) == (0.5, {"score": 4})
     content = endpoint.asked[0]["messages"][0]["content"]
-    assert content == 'Name a colour. Allowed: ["red", "blue"]. Reply: red. From 2 to 6?'
+    assert (
+        content == 'Name a colour. Allowed: ["red", "blue"]. Reply: red. From 2 to 6?'
+    )
     assert endpoint.keys == ["Bearer a key"]
 
 
@@ -385,16 +449,34 @@ async def test_thoughts_of_a_judge_are_no_score(endpoint: Endpoint) -> None:
     ("kind", "options", "said"),
     [
         (Judged, {"rubric": "x"}, "rubric must contain {reply}, got 'x'"),
-        (Judged, {"rubric": "{reply} {queston}"}, "rubric names {queston}; did you mean 'questi"),
+        (
+            Judged,
+            {"rubric": "{reply} {queston}"},
+            "rubric names {queston}; did you mean 'questi",
+        ),
         (Judged, {"instruction": "x"}, "instruction must contain {question}, got 'x'"),
-        (Judged, {"question": "q"}, "row 1 has no column 'q'; its columns are 'question'"),
-        (Rewarded, {"question": "q"}, "row 1 has no column 'q'; its columns are 'question'"),
+        (
+            Judged,
+            {"question": "q"},
+            "row 1 has no column 'q'; its columns are 'question'",
+        ),
+        (
+            Rewarded,
+            {"question": "q"},
+            "row 1 has no column 'q'; its columns are 'question'",
+        ),
         (Rewarded, {"label": -1}, "label must be at least 0, got -1"),
         (Judged, {"api_key_file": "/missing"}, "api_key_file /missing cannot be read"),
-        (Judged, {"api_key_file": "/dev/null"}, "api_key_file /dev/null cannot be read: "),
+        (
+            Judged,
+            {"api_key_file": "/dev/null"},
+            "api_key_file /dev/null cannot be read: ",
+        ),
     ],
 )
-def test_an_environment_with_a_judge_says_what_cannot_work(kind, options, said, tmp_path):
+def test_an_environment_with_a_judge_says_what_cannot_work(
+    kind, options, said, tmp_path
+):
     arguments = options if kind is Rewarded else {"rubric": "{reply}", **options}
     with pytest.raises(ConfigError) as refused:
         kind(questions(tmp_path), "http://127.0.0.1:1/v1", "m", **arguments)
@@ -404,12 +486,16 @@ def test_an_environment_with_a_judge_says_what_cannot_work(kind, options, said, 
 ASKED = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
 
 
-def classes(said: object, status: int = 200) -> Callable[[BaseHTTPRequestHandler], None]:
+def classes(
+    said: object, status: int = 200
+) -> Callable[[BaseHTTPRequestHandler], None]:
     return plain(json.dumps(said).encode(), status)
 
 
 def outputs(*values: float) -> Callable[[BaseHTTPRequestHandler], None]:
-    return classes({"data": [{"index": 0, "probs": list(values), "num_classes": len(values)}]})
+    return classes(
+        {"data": [{"index": 0, "probs": list(values), "num_classes": len(values)}]}
+    )
 
 
 async def test_the_score_is_the_output_of_the_chosen_label(endpoint: Endpoint) -> None:
@@ -418,7 +504,9 @@ async def test_the_score_is_the_output_of_the_chosen_label(endpoint: Endpoint) -
     model = RewardModel(endpoint.url, "reward", label=1, as_probability=True)
     assert await model.score(ASKED) == 0.9
     body = {"model": "reward", "messages": ASKED}
-    assert endpoint.asked == [body | {"use_activation": is_so} for is_so in (False, True)]
+    assert endpoint.asked == [
+        body | {"use_activation": is_so} for is_so in (False, True)
+    ]
     assert endpoint.paths == ["/classify"] * 2
     assert endpoint.keys[0] == "Bearer k"
 
@@ -426,7 +514,10 @@ async def test_the_score_is_the_output_of_the_chosen_label(endpoint: Endpoint) -
 @pytest.mark.parametrize(
     ("answer", "cause"),
     [
-        (classes({"error": {"message": "too long"}}, 400), "failed: BadRequestError: .*too long"),
+        (
+            classes({"error": {"message": "too long"}}, 400),
+            "failed: BadRequestError: .*too long",
+        ),
         (classes({}, 503), "failed: InternalServerError"),
         (outputs(), "has 0 outputs, no number 0"),
         (outputs(float("nan")), "must give a finite number, got nan"),
@@ -435,7 +526,9 @@ async def test_the_score_is_the_output_of_the_chosen_label(endpoint: Endpoint) -
         (classes({"choices": []}), "must answer as vLLM's /classify does"),
     ],
 )
-async def test_a_reward_model_without_a_score_is_a_failure_with_its_cause(answer, cause, endpoint):
+async def test_a_reward_model_without_a_score_is_a_failure_with_its_cause(
+    answer, cause, endpoint
+):
     endpoint.answers = [answer]
     model = RewardModel(endpoint.url, "reward", api_key="a secret", max_retries=1)
     with pytest.raises(JudgeError, match=cause) as failed:
@@ -450,10 +543,16 @@ async def test_a_rewarded_environment_scores_question_and_reply(endpoint, tmp_pa
     path.write_text('{"topic": "red"}\n')
     endpoint.answers = [outputs(1.25)]
     environment = Rewarded(
-        str(path), endpoint.url, "reward", question="topic", instruction="What is {question}?"
+        str(path),
+        endpoint.url,
+        "reward",
+        question="topic",
+        instruction="What is {question}?",
     )
     (message,) = environment.reset(environment.tasks()[0])
-    result = await environment.step(Reply("<think>hm</think>a colour", content="a colour"))
+    result = await environment.step(
+        Reply("<think>hm</think>a colour", content="a colour")
+    )
     assert (result.reward, result.done, message.content) == (1.25, True, "What is red?")
     assert endpoint.asked[0]["messages"] == [
         {"role": "user", "content": "What is red?"},
@@ -461,11 +560,15 @@ async def test_a_rewarded_environment_scores_question_and_reply(endpoint, tmp_pa
     ]
 
 
-async def test_a_failure_names_the_line_of_an_environment_and_not_one_of_our_own(tmp_path) -> None:
+async def test_a_failure_names_the_line_of_an_environment_and_not_one_of_our_own(
+    tmp_path,
+) -> None:
     environment = Judged(
         questions(tmp_path), "http://127.0.0.1:9/v1", "m", "{reply}", max_retries=0
     )
     host = EpisodeHost(environment)
     await host.answer(pb.WorkerCommand(reset={"episode_key": "a"}))
-    message = (await host.answer(pb.WorkerCommand(step={"episode_key": "a", "reply": "x"}))).failure
+    message = (
+        await host.answer(pb.WorkerCommand(step={"episode_key": "a", "reply": "x"}))
+    ).failure
     assert re.search(r"APIConnectionError: .* \(judge\.py:\d+ in ", message.message)

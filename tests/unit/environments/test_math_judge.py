@@ -39,10 +39,12 @@ def test_a_pair_of_reply_and_answer_has_the_verdict_of_a_person(kind: str) -> No
 
 def test_the_table_has_pairs_of_every_kind_and_verdict() -> None:
     assert len(PAIRS) >= 600
-    assert len({(pair["answer"], pair["reply"], pair.get("question")) for pair in PAIRS}) == len(
-        PAIRS
-    )
-    recognised = {kinds.kind_of(pair["answer"], pair.get("question", "")) for pair in PAIRS}
+    assert len(
+        {(pair["answer"], pair["reply"], pair.get("question")) for pair in PAIRS}
+    ) == len(PAIRS)
+    recognised = {
+        kinds.kind_of(pair["answer"], pair.get("question", "")) for pair in PAIRS
+    }
     assert recognised | {"bound"} == {kind.name for kind in kinds.KINDS}
 
 
@@ -83,7 +85,9 @@ def test_the_table_has_pairs_of_every_kind_and_verdict() -> None:
         ("George Washington", "", "text"),
     ],
 )
-def test_the_right_answer_decides_its_kind(answer: str, question: str, kind: str) -> None:
+def test_the_right_answer_decides_its_kind(
+    answer: str, question: str, kind: str
+) -> None:
     assert kinds.kind_of(answer, question) == kind
 
 
@@ -129,7 +133,9 @@ def _compared(code: str) -> str:
         ("", True),
     ],
 )
-def test_a_list_has_an_order_where_the_question_asks_for_one(question: str, is_right: bool) -> None:
+def test_a_list_has_an_order_where_the_question_asks_for_one(
+    question: str, is_right: bool
+) -> None:
     assert kinds.judge("B, A, C", "B, A and C", question).right
     assert kinds.judge("B, A, C", "A, B, C", question).right == is_right
 
@@ -145,7 +151,9 @@ def test_a_list_has_an_order_where_the_question_asks_for_one(question: str, is_r
         ("We get\n\\[\n\\frac{3}{4}.\n\\]", ("\\[ \\frac{3}{4}\\]", "We get")),
     ],
 )
-def test_the_last_statement_of_a_reply_comes_first(reply: str, phrases: tuple[str, ...]) -> None:
+def test_the_last_statement_of_a_reply_comes_first(
+    reply: str, phrases: tuple[str, ...]
+) -> None:
     assert final_statement(reply).phrases == phrases
 
 
@@ -190,7 +198,13 @@ def test_a_formula_that_would_cost_much_is_not_evaluated(formula: str) -> None:
 
 @pytest.mark.parametrize(
     "formula",
-    ["2^{2005} + 1", r"\frac{1}{2004!}", r"\binom{100}{50}", r"\sum_{k=1}^{100} k", "x^{99}"],
+    [
+        "2^{2005} + 1",
+        r"\frac{1}{2004!}",
+        r"\binom{100}{50}",
+        r"\sum_{k=1}^{100} k",
+        "x^{99}",
+    ],
 )
 def test_a_formula_of_a_usual_size_is_evaluated(formula: str) -> None:
     assert parsed(formula) is not None
@@ -203,9 +217,16 @@ async def test_answers_are_compared_in_a_program_beside_the_environment() -> Non
     assert await judge.compare("1/2", "It is $0.5$.") == right
     assert await judge.compare("x^2 + 1", "$1 + x^2$") == right
     # A box is the answer however much follows it.
-    assert await judge.compare("7", r"\boxed{7}" + " I check: 1 + 1 = 2." * 1000) == right
-    assert await judge.compare("(1, 2)", "1 < x < 2", "Where is (x - 1)(x - 2) < 0?") == right
-    assert not (await judge.compare("(1, 2)", "1 < x < 2", "Which point is it?"))["right"]
+    assert (
+        await judge.compare("7", r"\boxed{7}" + " I check: 1 + 1 = 2." * 1000) == right
+    )
+    assert (
+        await judge.compare("(1, 2)", "1 < x < 2", "Where is (x - 1)(x - 2) < 0?")
+        == right
+    )
+    assert not (await judge.compare("(1, 2)", "1 < x < 2", "Which point is it?"))[
+        "right"
+    ]
     assert await judge.compare("3", "4") == NOTHING | {"readable": True}
     assert await judge.compare("3", "no idea") == NOTHING
     judge._timeout_s = 0.5
@@ -217,9 +238,13 @@ async def test_answers_are_compared_in_a_program_beside_the_environment() -> Non
 async def test_comparisons_that_take_long_hold_up_no_other_one() -> None:
     judge = MathJudge(timeout_s=3600.0)
     places = judge._quick._value
-    hard = [asyncio.create_task(judge.compare("x + 1", HARD)) for _ in range(places + 2)]
+    hard = [
+        asyncio.create_task(judge.compare("x + 1", HARD)) for _ in range(places + 2)
+    ]
     # All places are taken by comparisons that do not end.
-    await until(lambda: judge._program is not None and len(comparisons_of(judge)) >= places)
+    await until(
+        lambda: judge._program is not None and len(comparisons_of(judge)) >= places
+    )
     assert (await judge.compare("7", "7"))["right"]
     assert not any(task.done() for task in hard)
     # All end by themselves, and each is a fault of its own reply.

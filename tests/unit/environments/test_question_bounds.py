@@ -57,10 +57,14 @@ def test_lists_within_lists_of_parquet_are_one_line(tmp_path: Path) -> None:
         value = [value]
     deep = pyarrow.array([value], kind)
     path = parquet(tmp_path, {"question": ["a"], "answer": ["1"], "deep": deep})
-    assert refusal(path).startswith(f"{path} cannot be read: Parquet schema too deeply nested")
+    assert refusal(path).startswith(
+        f"{path} cannot be read: Parquet schema too deeply nested"
+    )
 
 
-def test_a_small_file_that_stands_for_many_rows_is_refused(tmp_path: Path, monkeypatch) -> None:
+def test_a_small_file_that_stands_for_many_rows_is_refused(
+    tmp_path: Path, monkeypatch
+) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     repeated = pyarrow.array(["x" * 1000] * 2000).dictionary_encode()
     path = parquet(tmp_path, {"question": repeated, "answer": repeated})
@@ -88,8 +92,12 @@ def test_two_columns_of_parquet_with_one_name_are_refused(tmp_path: Path) -> Non
 
 def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(question_files, "MAX_LINE_BYTES", 1 << 20)
-    path = json_lines(tmp_path, {"question": "q", "answer": "1"}, {"question": "a" * (2 << 20)})
-    assert refusal(path) == f"{path}, line 2 has more than 1 MiB: is it one object a line?"
+    path = json_lines(
+        tmp_path, {"question": "q", "answer": "1"}, {"question": "a" * (2 << 20)}
+    )
+    assert (
+        refusal(path) == f"{path}, line 2 has more than 1 MiB: is it one object a line?"
+    )
 
 
 @pytest.mark.parametrize("character", ["\x00", "\x07", "\x1b", "\x7f", "\x9b"])
@@ -107,7 +115,9 @@ def test_a_control_character_is_refused(tmp_path: Path, character: str) -> None:
         {"role": "assistant", "content": "a"},
     ]
     path = json_lines(tmp_path, {"messages": messages})
-    with pytest.raises(ConfigError, match="column 'messages' holds the control character"):
+    with pytest.raises(
+        ConfigError, match="column 'messages' holds the control character"
+    ):
         Demonstrations(path)
 
 
@@ -127,7 +137,10 @@ def test_one_question_with_two_answers_is_a_conflict(tmp_path: Path) -> None:
         f"{path}, row 1 and {path}, row 3 ask the same question and answer it differently, "
         "'2' and '3': correct one of them"
     )
-    assert [task.answer for task in Questions(path, judge="exact", duplicates="drop").tasks()] == [
+    assert [
+        task.answer
+        for task in Questions(path, judge="exact", duplicates="drop").tasks()
+    ] == [
         "2",
         "0",
     ]

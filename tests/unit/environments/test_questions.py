@@ -65,8 +65,12 @@ async def test_rows_and_the_judge_may_be_objects_of_this_process():
     assert refusal([{"question": "b"}]) == (
         "the given rows, row 1 has no column 'answer'; its columns are 'question'"
     )
-    assert refusal([*SUMS, "a.jsonl"]).startswith("path must be a file, a pattern, a list")
-    with pytest.raises(ConfigError, match="judge .*<lambda> must take the argument reply"):
+    assert refusal([*SUMS, "a.jsonl"]).startswith(
+        "path must be a file, a pattern, a list"
+    )
+    with pytest.raises(
+        ConfigError, match="judge .*<lambda> must take the argument reply"
+    ):
         Questions(SUMS, judge=lambda answer: 1.0)
 
 
@@ -75,7 +79,9 @@ TALK = [
     {
         "role": "assistant",
         "content": "",
-        "tool_calls": [{"id": "c1", "function": {"name": "look", "arguments": {"city": "Oslo"}}}],
+        "tool_calls": [
+            {"id": "c1", "function": {"name": "look", "arguments": {"city": "Oslo"}}}
+        ],
     },
     {"role": "tool", "tool_call_id": "c1", "content": "-3 C"},
     {"role": "user", "content": "And in F?"},
@@ -132,7 +138,9 @@ def test_messages_keep_all_that_they_hold_also_as_text(tmp_path: Path, write, fo
          {}, "a part of type 'text' has no field 'cache_control'"),
     ],
 )  # fmt: skip
-def test_messages_that_cannot_be_asked_are_refused(tmp_path: Path, prompt, settings, said):
+def test_messages_that_cannot_be_asked_are_refused(
+    tmp_path: Path, prompt, settings, said
+):
     path = json_lines(tmp_path, [{"question": prompt, "answer": "2"}])
     text = refusal(path, **settings)
     assert text.startswith(f"{path}, row 1: column 'question'")
@@ -140,11 +148,18 @@ def test_messages_that_cannot_be_asked_are_refused(tmp_path: Path, prompt, setti
 
 
 async def test_a_decimal_is_the_number_that_it_writes() -> None:
-    environment = Questions([{"question": "q", "answer": Decimal("18.90")}], judge="exact")
+    environment = Questions(
+        [{"question": "q", "answer": Decimal("18.90")}], judge="exact"
+    )
     environment.reset(environment.tasks()[0])
-    earned = [(await environment.step(reply)).reward for reply in ("18.9", "18.90", "18.91")]
+    earned = [
+        (await environment.step(reply)).reward for reply in ("18.9", "18.90", "18.91")
+    ]
     assert earned == [1.0, 1.0, 0.0]
-    assert Questions([{"question": "q", "answer": Decimal("72.00")}]).tasks()[0].answer == "72"
+    assert (
+        Questions([{"question": "q", "answer": Decimal("72.00")}]).tasks()[0].answer
+        == "72"
+    )
 
 
 @pytest.mark.parametrize("write", [json_lines, parquet])
@@ -154,10 +169,14 @@ async def test_a_number_is_a_number_whatever_a_file_makes_of_it(tmp_path: Path, 
     large = "1" + "0" * 23
     assert [task.answer for task in environment.tasks()] == ["72", "0.1", large]
     for task, replies in zip(
-        environment.tasks(), (("72", "72.0", "$72"), ("0.1", ".1"), (large, "1e23")), strict=True
+        environment.tasks(),
+        (("72", "72.0", "$72"), ("0.1", ".1"), (large, "1e23")),
+        strict=True,
     ):
         environment.reset(task)
-        assert [(await environment.step(reply)).reward for reply in replies] == [1.0] * len(replies)
+        assert [(await environment.step(reply)).reward for reply in replies] == [
+            1.0
+        ] * len(replies)
         assert (await environment.step("7")).reward == 0.0
 
 
@@ -165,14 +184,20 @@ def test_what_is_missing_in_a_column_of_numbers_is_empty(tmp_path: Path):
     path = json_lines(tmp_path, [{"question": "q", "answer": float("nan")}])
     assert refusal(path) == f"{path}, row 1: column 'answer' is empty"
     path = json_lines(tmp_path, [{"question": "q", "answer": True}])
-    assert refusal(path).endswith("must hold a text or a number, got True: write its text")
+    assert refusal(path).endswith(
+        "must hold a text or a number, got True: write its text"
+    )
 
 
-@pytest.mark.parametrize("answer", [date(2024, 1, 5), time(5, 30), ("7",), {"7"}, b"7", 1j])
+@pytest.mark.parametrize(
+    "answer", [date(2024, 1, 5), time(5, 30), ("7",), {"7"}, b"7", 1j]
+)
 def test_a_value_that_is_neither_text_nor_number_is_refused(answer):
     with pytest.raises(ConfigError, match="must hold a text or a number, got"):
         Questions([{"question": "q", "answer": answer}], judge="exact")
-    questions = Questions([{"question": "q", "answer": answer}], judge=lambda reply, answer: 1.0)
+    questions = Questions(
+        [{"question": "q", "answer": answer}], judge=lambda reply, answer: 1.0
+    )
     assert questions.tasks()[0].value == answer
 
 
@@ -197,12 +222,19 @@ def test_numbers_of_32_bits_are_their_shortest_decimals(tmp_path: Path):
         "seen": lists,
     }
     columns["halves"] = numbers.cast(pyarrow.float16())
-    columns["pair"] = pyarrow.array([[0.1, 0.2], None], pyarrow.list_(pyarrow.float32(), 2))
-    columns["map"] = pyarrow.array([[("x", 0.1)]] * 2, pyarrow.map_("string", pyarrow.float32()))
+    columns["pair"] = pyarrow.array(
+        [[0.1, 0.2], None], pyarrow.list_(pyarrow.float32(), 2)
+    )
+    columns["map"] = pyarrow.array(
+        [[("x", 0.1)]] * 2, pyarrow.map_("string", pyarrow.float32())
+    )
     table = pyarrow.table(columns)
     files.write_table(table, tmp_path / "data.parquet")
     tasks = Questions(str(tmp_path / "data.parquet"), judge="exact").tasks()
-    assert [(task.answer, task.row["answer"]) for task in tasks] == [("0.1", 0.1), ("72", 72.0)]
+    assert [(task.answer, task.row["answer"]) for task in tasks] == [
+        ("0.1", 0.1),
+        ("72", 72.0),
+    ]
     assert tasks[0].row["truth"] == {"value": 0.1}
     assert [task.row["seen"] for task in tasks] == [[0.1], None]
     assert [task.row["pair"] for task in tasks] == [[0.1, 0.2], None]
@@ -216,21 +248,44 @@ def test_a_time_that_python_cannot_hold_is_one_line(tmp_path: Path):
     files.write_table(
         pyarrow.table({"question": ["q"], "answer": times}), tmp_path / "data.parquet"
     )
-    assert "data.parquet cannot be read: Nanosecond" in refusal(str(tmp_path / "data.parquet"))
+    assert "data.parquet cannot be read: Nanosecond" in refusal(
+        str(tmp_path / "data.parquet")
+    )
 
 
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ('{"question": "q", "answer": "1", "answer": "2"}', "'answer' stands twice in one object"),
+        (
+            '{"question": "q", "answer": "1", "answer": "2"}',
+            "'answer' stands twice in one object",
+        ),
         ('{"question": "q", "answer": 1e400}', "must hold a finite number, got inf"),
-        ('{"question": "q \\ud800", "answer": "1"}', r"line 1 holds half of a character, '\ud800'"),
+        (
+            '{"question": "q \\ud800", "answer": "1"}',
+            r"line 1 holds half of a character, '\ud800'",
+        ),
         ('{"question": true, "answer": "1"}', "must hold a text or a number, got True"),
-        ('{"question": "q", "answer": "1", "tools": [{"type": "x"}]}', "'tools' is not read"),
-        ('{"question": "<image>?", "answer": "1", "images": ["a.png"]}', "'images' is not read"),
-        ('{"question": "What is it?", "answer": "1", "image": "a.png"}', "'image' is not read"),
-        ('{"question": "q", "answer": "1", "system": "Be kind."}', "'system' is not read"),
-        (r'{"question": "q", "answer": "\frac{1}{2}"}', r"holds '\x0crac': in JSON a backslash"),
+        (
+            '{"question": "q", "answer": "1", "tools": [{"type": "x"}]}',
+            "'tools' is not read",
+        ),
+        (
+            '{"question": "<image>?", "answer": "1", "images": ["a.png"]}',
+            "'images' is not read",
+        ),
+        (
+            '{"question": "What is it?", "answer": "1", "image": "a.png"}',
+            "'image' is not read",
+        ),
+        (
+            '{"question": "q", "answer": "1", "system": "Be kind."}',
+            "'system' is not read",
+        ),
+        (
+            r'{"question": "q", "answer": "\frac{1}{2}"}',
+            r"holds '\x0crac': in JSON a backslash",
+        ),
         (r'{"question": "2 \times 3 \neq 5?", "answer": "1"}', r"holds '\times'"),
         (
             """{"question": "[{'from': 'human', 'value': 'a'}]", "answer": "1"}""",
@@ -246,14 +301,20 @@ def test_a_time_that_python_cannot_hold_is_one_line(tmp_path: Path):
         ),
     ],
 )
-def test_a_line_that_would_be_read_otherwise_than_written_is_refused(tmp_path: Path, line, said):
+def test_a_line_that_would_be_read_otherwise_than_written_is_refused(
+    tmp_path: Path, line, said
+):
     path = tmp_path / "data.jsonl"
     path.write_text(f"{line}\n")
     assert said in refusal(str(path))
 
 
 def typed(reply, answer, row):
-    return {"reward": 1.0, type(answer).__name__: 1.0, type(row["answer"]).__name__: 1.0}
+    return {
+        "reward": 1.0,
+        type(answer).__name__: 1.0,
+        type(row["answer"]).__name__: 1.0,
+    }
 
 
 @pytest.mark.parametrize("write", [json_lines, parquet])
@@ -285,7 +346,9 @@ def test_the_questions_of_several_files_follow_each_other(tmp_path: Path, monkey
     json_lines(tmp_path, SUMS[5:8], "c[1].jsonl")
 
     def answers(path: str | list[str]) -> list[int]:
-        return [int(task.answer) // 2 for task in Questions(path, judge="exact").tasks()]
+        return [
+            int(task.answer) // 2 for task in Questions(path, judge="exact").tasks()
+        ]
 
     assert answers(["b.parquet", "a.jsonl"]) == [0, 1, 2, 3, 4]
     assert answers("*") == [3, 4, 0, 1, 2, 5, 6, 7]
@@ -295,7 +358,9 @@ def test_the_questions_of_several_files_follow_each_other(tmp_path: Path, monkey
         "b.parquet, row 1 and d.jsonl, row 1 ask the same question; "
         "duplicates='drop' keeps the first"
     )
-    assert refusal(["a.jsonl", "a.jsonl"]).startswith("a.jsonl, row 1 and a.jsonl, row 1 ask the")
+    assert refusal(["a.jsonl", "a.jsonl"]).startswith(
+        "a.jsonl, row 1 and a.jsonl, row 1 ask the"
+    )
     json_lines(tmp_path, [SUMS[9], {"question": "b", "answer": None}], "d.jsonl")
     assert refusal(["a.jsonl", "d.jsonl"]) == "d.jsonl, row 2: column 'answer' is empty"
 
@@ -311,17 +376,26 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
         f"none.jsonl does not exist; the working directory is {tmp_path}"
     )
     assert refusal("openai/gsm8k").endswith(f"{tmp_path}; on the hub: hf:openai/gsm8k")
-    assert refusal("*.jsonl") == f"no file matches *.jsonl; the working directory is {tmp_path}"
     assert (
-        refusal(["hf:a/b"]) == "a data set of the hub stands alone in path, got 'hf:a/b' in a list"
+        refusal("*.jsonl")
+        == f"no file matches *.jsonl; the working directory is {tmp_path}"
+    )
+    assert (
+        refusal(["hf:a/b"])
+        == "a data set of the hub stands alone in path, got 'hf:a/b' in a list"
     )
     assert refusal([]) == "path is an empty list; it must have files or rows"
     assert refusal({"question": ["q"], "answer": ["a"]}) == (
         "rows are a list of dicts, got a dict of ('question',); columns become rows by "
         'to_dict("records") of a DataFrame'
     )
-    assert refusal([1]) == "path must be a file, a pattern, a list of these or of rows, got 1"
-    assert refusal(str(tmp_path)).startswith(f"{tmp_path} is a folder, not a file; the working")
+    assert (
+        refusal([1])
+        == "path must be a file, a pattern, a list of these or of rows, got 1"
+    )
+    assert refusal(str(tmp_path)).startswith(
+        f"{tmp_path} is a folder, not a file; the working"
+    )
     for name, split in (("state.json", ""), ("dataset_dict.json", "['train']")):
         (saved := tmp_path / name.partition("_")[0]).mkdir()
         (saved / name).touch()
@@ -353,7 +427,9 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
         "\"import csv, json; print(*map(json.dumps, json.load(open(0))), sep='\\n')\" < data.jsonl "
         "> data-lines.jsonl"
     )
-    (tmp_path / "data.jsonl").write_text('{"question": "a", "answer": "b"}\n["c", "d"]\n')
+    (tmp_path / "data.jsonl").write_text(
+        '{"question": "a", "answer": "b"}\n["c", "d"]\n'
+    )
     assert refusal("data.jsonl") == "data.jsonl, line 2 is no JSON object"
     json_lines(tmp_path, [SUMS[0], {"question": [], "answer": "b"}])
     assert refusal("data.jsonl") == "data.jsonl, row 2: column 'question' is empty"
@@ -361,7 +437,9 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     assert refusal("data.jsonl") == (
         "data.jsonl, row 1: column 'question': a message has role and content, got {'role': 'user'}"
     )
-    json_lines(tmp_path, [{"question": [{"role": "user", "content": None}], "answer": "b"}])
+    json_lines(
+        tmp_path, [{"question": [{"role": "user", "content": None}], "answer": "b"}]
+    )
     assert refusal("data.jsonl") == (
         "data.jsonl, row 1: column 'question': content must be a text or a list of parts, got None"
     )
@@ -370,7 +448,9 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
         "data.jsonl, row 2: column 'answer' must hold a text or a number, got {'text': ['b']}"
         ": write its text"
     )
-    (tmp_path / "data.jsonl").write_text('{"question": "Größe", "answer": "1"}\n', "latin-1")
+    (tmp_path / "data.jsonl").write_text(
+        '{"question": "Größe", "answer": "1"}\n', "latin-1"
+    )
     assert refusal("data.jsonl") == "data.jsonl must be UTF-8, but line 1 is not"
     pytest.importorskip("pyarrow")
     (tmp_path / "data.parquet").write_text("no parquet")
@@ -380,7 +460,10 @@ def test_what_is_wrong_with_a_file_is_one_line(tmp_path: Path, monkeypatch):
     assert refusal("data.xlsx") == (
         "the name of a file of questions ends in .jsonl or .parquet, got data.xlsx"
     )
-    for name, remedy in (("a.JSONL", "name it .jsonl if"), ("a.jsonl.gz", "unpack it by gunzip")):
+    for name, remedy in (
+        ("a.JSONL", "name it .jsonl if"),
+        ("a.jsonl.gz", "unpack it by gunzip"),
+    ):
         (tmp_path / name).write_text("")
         assert f"got {name}; {remedy}" in refusal(name)
 
@@ -434,7 +517,10 @@ def test_duplicates_may_be_dropped(tmp_path: Path):
             "them, and takes 'data_source': wrap it in a function that does",
         ),
         ({"judge": 3}, "judge must be a text or callable, got 3"),
-        ({"judge": f"{__name__}:blind"}, f"judge {__name__}:blind must take the argument reply"),
+        (
+            {"judge": f"{__name__}:blind"},
+            f"judge {__name__}:blind must take the argument reply",
+        ),
         ({"split": "test"}, "split must be 'all', 'train' or 'heldout', got 'test'"),
         ({"instruction": "?"}, "instruction must contain {question}, got '?'"),
         ({"limit": 0}, "limit must be at least 1, got 0"),
@@ -454,7 +540,10 @@ def test_an_argument_that_cannot_work_is_refused(tmp_path: Path, settings, messa
 
 @pytest.mark.parametrize("path", [3, None])
 def test_what_gives_no_rows_is_refused(path: object) -> None:
-    assert refusal(path) == f"path must be a text or an instance of Path or iterable, got {path}"
+    assert (
+        refusal(path)
+        == f"path must be a text or an instance of Path or iterable, got {path}"
+    )
 
 
 async def test_an_empty_mark_is_none(tmp_path: Path) -> None:
@@ -474,7 +563,9 @@ def test_train_and_heldout_questions_are_apart_whatever_the_order(tmp_path: Path
     forward = json_lines(tmp_path, SUMS, "forward.jsonl")
     backward = json_lines(tmp_path, SUMS[::-1], "backward.jsonl")
     train = set(Questions(forward, judge="exact", split="train").tasks())
-    heldout = set(Questions(backward, judge="exact", split="heldout", shuffle_seed=1).tasks())
+    heldout = set(
+        Questions(backward, judge="exact", split="heldout", shuffle_seed=1).tasks()
+    )
     assert train.isdisjoint(heldout)
     assert len(train | heldout) == 100
     assert 3 <= len(heldout) <= 20
@@ -502,7 +593,9 @@ def test_a_seed_shuffles_before_the_limit_and_always_in_the_same_way(tmp_path: P
 )
 async def test_texts_are_compared(tmp_path: Path, judge, reply, right):
     row = {"question": "The capital of France?", "answer": "Paris"}
-    environment = Questions(json_lines(tmp_path, [row]), judge=judge, answer_after="Answer:")
+    environment = Questions(
+        json_lines(tmp_path, [row]), judge=judge, answer_after="Answer:"
+    )
     environment.reset(environment.tasks()[0])
     result = await environment.step(reply)
     assert result.reward == float(right)
@@ -524,19 +617,30 @@ def by_cases(reply, answer):
 async def all_four(question, reply, answer, row):
     await asyncio.sleep(0)
     right = reply == str(answer)
-    return {"reward": right - 0.5, "right": right, "level": row["level"], "asked": len(question)}
+    return {
+        "reward": right - 0.5,
+        "right": right,
+        "level": row["level"],
+        "asked": len(question),
+    }
 
 
 @pytest.mark.parametrize("write", [json_lines, parquet])
 async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, write):
     row = {"prompt": "1 + 1?", "truth": {"value": 2}, "level": 3}
     path = write(tmp_path, [row])
-    columns = {"question": "prompt", "answer": "truth.value", "instruction": "{question} Now."}
+    columns = {
+        "question": "prompt",
+        "answer": "truth.value",
+        "instruction": "{question} Now.",
+    }
 
     async def verdict(judge, reply: str, **settings: object) -> StepResult:
         environment = Questions(path, judge=judge, **{**columns, **settings})
         environment.reset(environment.tasks()[0])
-        return await environment.step(reply if isinstance(reply, Reply) else Reply(reply))
+        return await environment.step(
+            reply if isinstance(reply, Reply) else Reply(reply)
+        )
 
     def longest(reply, *, power=1):
         return len(reply) ** power
@@ -549,11 +653,17 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
     # The question is the file's: an instruction is no part of it.
     # Neither is the answer changed: a number stays one.
     answer = await verdict(f"{__name__}:all_four", "2")
-    assert (answer.reward, answer.metrics) == (0.5, {"right": True, "level": 3, "asked": 6})
+    assert (answer.reward, answer.metrics) == (
+        0.5,
+        {"right": True, "level": 3, "asked": 6},
+    )
     assert (await verdict(all_four, "so 2", answer_after="so ")).metrics["right"]
     marked = Reply("<think>so 3</think>so 2", token_ids=(1, 2))
     parts = await verdict(
-        lambda reply: {"reward": reply == reply.content == "2", "seen": len(reply.token_ids)},
+        lambda reply: {
+            "reward": reply == reply.content == "2",
+            "seen": len(reply.token_ids),
+        },
         marked,
         answer_after="so ",
     )
@@ -563,7 +673,9 @@ async def test_a_function_judges_by_the_arguments_that_it_takes(tmp_path: Path, 
     with pytest.raises(ConfigError, match="has no column 'none'"):
         await verdict(all_four, "2", answer="none")
     for wrong in (None, "good", []):
-        with pytest.raises(EnvironmentFailed, match="must return a number, or metrics with 'rew"):
+        with pytest.raises(
+            EnvironmentFailed, match="must return a number, or metrics with 'rew"
+        ):
             await verdict(lambda reply, said=wrong: said, "x")
 
 
@@ -572,8 +684,13 @@ async def test_a_reward_that_is_no_number_is_named(given) -> None:
     rows = [{"question": "What is 1 + 1?"}]
     host = EpisodeHost(Questions(rows, judge=lambda reply: given))
     await host.answer(pb.WorkerCommand(reset=pb.ResetCommand(episode_key="a")))
-    answer = await host.answer(pb.WorkerCommand(step=pb.StepCommand(episode_key="a", reply="2")))
-    assert answer.failure.message == f"the reward must be a finite number, got {show(given)}"
+    answer = await host.answer(
+        pb.WorkerCommand(step=pb.StepCommand(episode_key="a", reply="2"))
+    )
+    assert (
+        answer.failure.message
+        == f"the reward must be a finite number, got {show(given)}"
+    )
 
 
 async def test_a_function_that_changes_its_row_changes_it_for_one_reply(tmp_path: Path):
@@ -588,7 +705,11 @@ async def test_a_function_that_changes_its_row_changes_it_for_one_reply(tmp_path
 
 
 @pytest.mark.parametrize(
-    "asked", ['{"content": "a"} has how many keys?', '[{"role": "king", "age": 4}] How old is he?']
+    "asked",
+    [
+        '{"content": "a"} has how many keys?',
+        '[{"role": "king", "age": 4}] How old is he?',
+    ],
 )
 def test_a_question_about_json_is_a_text(tmp_path: Path, asked: str) -> None:
     path = json_lines(tmp_path, [{"question": asked, "answer": "1"}])
@@ -596,8 +717,13 @@ def test_a_question_about_json_is_a_text(tmp_path: Path, asked: str) -> None:
 
 
 @pytest.mark.parametrize("judge", ["exact", "contains", "math_verify"])
-def test_an_answer_of_which_nothing_is_left_is_refused(tmp_path: Path, judge: str) -> None:
-    rows = [{"question": "q2", "answer": "so #### 7"}, {"question": "q1", "answer": "cut ####"}]
+def test_an_answer_of_which_nothing_is_left_is_refused(
+    tmp_path: Path, judge: str
+) -> None:
+    rows = [
+        {"question": "q2", "answer": "so #### 7"},
+        {"question": "q1", "answer": "cut ####"},
+    ]
     path = json_lines(tmp_path, rows)
     message = f"{path}, row 2: column 'answer' has nothing behind '####'"
     assert refusal(path, judge=judge, answer_after="####") == message
@@ -626,7 +752,9 @@ async def test_a_subclass_finds_question_answer_and_row(tmp_path: Path):
 @pytest.mark.process
 async def test_a_function_that_gives_no_verdict_is_refused_by_the_check(tmp_path: Path):
     path = json_lines(tmp_path, SUMS)
-    message = "judge mine:wordy must return a number, or metrics with 'reward', got 'good'"
+    message = (
+        "judge mine:wordy must return a number, or metrics with 'reward', got 'good'"
+    )
     nan = "the reward must be a finite number, got nan"
     for value, cause in (("'good'", message), ("float('nan')", nan)):
         (tmp_path / "mine.py").write_text(f"def wordy(reply):\n    return {value}\n")
@@ -649,7 +777,9 @@ async def test_a_function_that_gives_no_verdict_is_refused_by_the_check(tmp_path
         ({"7": 1.0, "8": 0.5}, None, ""),
     ],
 )
-async def test_the_check_before_a_run_is_told_a_right_reply(tmp_path, answer, after, reply) -> None:
+async def test_the_check_before_a_run_is_told_a_right_reply(
+    tmp_path, answer, after, reply
+) -> None:
     path = json_lines(tmp_path, [{"question": "3 + 4?", "answer": answer}])
     judged = "exact" if isinstance(answer, str) else by_cases
     questions = Questions(path, judge=judged, answer_after=after)
@@ -657,11 +787,15 @@ async def test_the_check_before_a_run_is_told_a_right_reply(tmp_path, answer, af
     assert questions.right_reply == reply
 
 
-def test_a_judge_whose_package_is_missing_says_how_to_install_it(tmp_path, monkeypatch) -> None:
+def test_a_judge_whose_package_is_missing_says_how_to_install_it(
+    tmp_path, monkeypatch
+) -> None:
     path = json_lines(tmp_path, [{"question": "3 + 4?", "answer": "7"}])
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "math_verify" else find_spec(name)
+        importlib.util,
+        "find_spec",
+        lambda name: None if name == "math_verify" else find_spec(name),
     )
     assert refusal(path, judge="math_verify") == (
         "judge 'math_verify' needs the package math-verify: "
@@ -678,18 +812,34 @@ async def test_only_what_follows_the_mark_of_the_answer_counts(tmp_path: Path):
     for reply, right in (("3 + 4 is 8 #### 7.0", True), ("7 #### 8", False)):
         result = await environment.step(reply)
         assert result.reward == float(right)
-        assert result.metrics == {"right": right, "readable": True, "judge_timeout": False}
+        assert result.metrics == {
+            "right": right,
+            "readable": True,
+            "judge_timeout": False,
+        }
     await environment._math.close()
 
 
 def test_a_data_set_becomes_two_files_that_share_no_question(tmp_path: Path, capsys):
     rows = [
-        {"question": row["question"], "answer": f"thinking #### {row['answer']}"} for row in SUMS
+        {"question": row["question"], "answer": f"thinking #### {row['answer']}"}
+        for row in SUMS
     ]
     source = json_lines(tmp_path, [*rows, rows[0]])
-    arguments = [source, "--answer-after", "####", "--test-fraction", "0.2", "--format", "jsonl"]
+    arguments = [
+        source,
+        "--answer-after",
+        "####",
+        "--test-fraction",
+        "0.2",
+        "--format",
+        "jsonl",
+    ]
     for target in ("first", "second"):
-        assert make_question_files([*arguments, "--seed", "5", str(tmp_path / target)]) == 0
+        assert (
+            make_question_files([*arguments, "--seed", "5", str(tmp_path / target)])
+            == 0
+        )
     assert capsys.readouterr().out.count("train.jsonl: 80 questions") == 2
     first = tmp_path / "first"
     second = tmp_path / "second"
@@ -705,19 +855,33 @@ def test_the_files_are_parquet_and_the_environment_reads_them(tmp_path: Path):
     pytest.importorskip("pyarrow")
     source = json_lines(tmp_path, SUMS)
     assert make_question_files([source, str(tmp_path / "data")]) == 0
-    assert len(Questions(str(tmp_path / "data" / "train.parquet"), judge="exact").tasks()) == 90
-    assert len(Questions(str(tmp_path / "data" / "test.parquet"), judge="exact").tasks()) == 10
+    assert (
+        len(Questions(str(tmp_path / "data" / "train.parquet"), judge="exact").tasks())
+        == 90
+    )
+    assert (
+        len(Questions(str(tmp_path / "data" / "test.parquet"), judge="exact").tasks())
+        == 10
+    )
 
 
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        (["--question", "prompt"], "has no column 'prompt'; its columns are 'question', 'answer'"),
-        (["--test-fraction", "0"], "--test-fraction must leave questions on both sides, got 0.0"),
+        (
+            ["--question", "prompt"],
+            "has no column 'prompt'; its columns are 'question', 'answer'",
+        ),
+        (
+            ["--test-fraction", "0"],
+            "--test-fraction must leave questions on both sides, got 0.0",
+        ),
         (["--answer-after", "####"], "an answer has no '####': '0'"),
     ],
 )
-def test_a_data_set_that_cannot_be_split_is_one_line(tmp_path: Path, capsys, extra, message):
+def test_a_data_set_that_cannot_be_split_is_one_line(
+    tmp_path: Path, capsys, extra, message
+):
     source = json_lines(tmp_path, SUMS)
     assert make_question_files([source, str(tmp_path / "data"), *extra]) == 2
     error = capsys.readouterr().err
@@ -729,7 +893,9 @@ def test_what_pandas_puts_into_rows_is_read_as_what_files_hold() -> None:
     numpy = pytest.importorskip("numpy")
     row = {"images": numpy.array([1, 2]), "system": math.nan, "tools": numpy.array([])}
     check_read(row, ["system", "tools"], "row 1")
-    with pytest.raises(ConfigError, match=r"^row 1: column 'images' is not read, got \[1 2\]: "):
+    with pytest.raises(
+        ConfigError, match=r"^row 1: column 'images' is not read, got \[1 2\]: "
+    ):
         check_read(row, row, "row 1")
     for missing in (math.nan, Decimal("NaN"), numpy.array([])):
         with pytest.raises(ConfigError, match="column 'answer' is empty"):

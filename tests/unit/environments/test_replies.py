@@ -24,7 +24,9 @@ def adds(reply: str) -> float:
     """Whether the code of a reply has a function that adds."""
     code = code_of(answer_of(reply), ["add"])
     code = f"__name__ = 'solution'\n{code}\nassert add(1, 2) == 3"
-    ended = subprocess.run([sys.executable, "-ISc", code], capture_output=True, timeout=LIMIT_S)
+    ended = subprocess.run(
+        [sys.executable, "-ISc", code], capture_output=True, timeout=LIMIT_S
+    )
     return float(ended.returncode == 0)
 
 
@@ -34,7 +36,9 @@ async def value_of(row: dict, folder: Path) -> float:
     answer = row["answer"]
     reply = row["reply"]
     if judge == "math_verify":
-        return float(math_verdict(answer, answer_of(reply), row.get("question", "")).right)
+        return float(
+            math_verdict(answer, answer_of(reply), row.get("question", "")).right
+        )
     if judge == "code":
         return adds(reply)
     if judge == "number":
@@ -55,7 +59,9 @@ async def test_a_reply_earns_what_a_person_gives_it(judge: str, tmp_path: Path) 
         pytest.importorskip("math_verify")
     rows = [row for row in REPLIES if row["judge"] == judge]
     earned = [await value_of(row, tmp_path) for row in rows]
-    wrong = [(row, got) for row, got in zip(rows, earned, strict=True) if got != row["value"]]
+    wrong = [
+        (row, got) for row, got in zip(rows, earned, strict=True) if got != row["value"]
+    ]
     assert not wrong, "\n".join(map(str, wrong))
 
 

@@ -56,7 +56,9 @@ def marked(mark: str, name: str = "") -> list[str]:
     ]
 
 
-async def test_a_program_sees_its_folder_and_stdin_and_nothing_else(backend, monkeypatch):
+async def test_a_program_sees_its_folder_and_stdin_and_nothing_else(
+    backend, monkeypatch
+):
     monkeypatch.setenv("OPENAI_API_KEY", "a key")
     program = (
         "import os, sys\n"
@@ -76,7 +78,9 @@ async def test_a_program_sees_its_folder_and_stdin_and_nothing_else(backend, mon
 
 
 async def test_a_command_runs_and_nothing_is_left_of_its_folder(backend: str) -> None:
-    finished = await Sandbox(LIMITS, backend=backend).run(["sh", "-c", "mkdir -p x/y; pwd"])
+    finished = await Sandbox(LIMITS, backend=backend).run(
+        ["sh", "-c", "mkdir -p x/y; pwd"]
+    )
     folder = finished.stdout.decode().strip()
     assert finished.status == 0
     assert "slipstream-sandbox-" in folder
@@ -123,7 +127,11 @@ ENDED = {
         {"seconds": 1},
         {"seconds"},
     ),
-    "output": ("while True: print('x' * 1000)", {"output_bytes": 10_000}, {"output_bytes"}),
+    "output": (
+        "while True: print('x' * 1000)",
+        {"output_bytes": 10_000},
+        {"output_bytes"},
+    ),
     "errors": (
         "import sys\nwhile True: print('x' * 1000, file=sys.stderr)",
         {"output_bytes": 10_000},
@@ -153,7 +161,9 @@ async def test_a_program_at_a_limit_is_ended_and_the_limit_named(backend: str) -
     results = await asyncio.gather(
         *(run(backend, program, **limits) for program, limits, _ in ENDED.values())
     )
-    for name, (_, _, ended_by), finished in zip(ENDED, ENDED.values(), results, strict=True):
+    for name, (_, _, ended_by), finished in zip(
+        ENDED, ENDED.values(), results, strict=True
+    ):
         assert finished.ended_by in ended_by, (name, finished)
         assert finished.status != 0, name
 
@@ -254,7 +264,9 @@ async def test_a_bomb_without_a_bound_gets_no_more_processes_than_threads_allow(
         assert 20 < int(finished.stdout) <= 40 + OWN_THREADS
         assert finished.ended_by == ""
     else:
-        assert finished.ended_by in ("threads", "processes") or int(finished.stdout) <= 300
+        assert (
+            finished.ended_by in ("threads", "processes") or int(finished.stdout) <= 300
+        )
 
 
 # Three processes, which start threads until they are refused one, or have 60.
@@ -301,12 +313,16 @@ async def test_a_program_cannot_raise_its_limits(backend: str) -> None:
     assert (await run(backend, program)).status == 0
 
 
-@pytest.mark.skipif(not gives_accounts(), reason="only root gives programs other accounts")
+@pytest.mark.skipif(
+    not gives_accounts(), reason="only root gives programs other accounts"
+)
 def test_a_file_that_only_root_can_read_is_refused(tmp_path: Path) -> None:
     if reason := why_not("bubblewrap"):
         pytest.skip(reason)
     tmp_path.joinpath("secret").touch(0o600)
-    with pytest.raises(ConfigError, match="readable names .*secret, which only root can read"):
+    with pytest.raises(
+        ConfigError, match="readable names .*secret, which only root can read"
+    ):
         Sandbox(LIMITS, readable=[tmp_path / "secret"], backend="bubblewrap")
 
 
@@ -327,7 +343,9 @@ async def test_daemons_end_with_the_program(backend: str) -> None:
     assert not marked(A_TIME)
 
 
-async def test_a_daemon_that_holds_the_output_ends_with_the_program(backend: str) -> None:
+async def test_a_daemon_that_holds_the_output_ends_with_the_program(
+    backend: str,
+) -> None:
     program = "import os, time\nif os.fork() == 0: os.setsid(); time.sleep(3600)\nprint('done')"
     finished = await run(backend, program)
     assert (finished.stdout, finished.status, finished.ended_by) == (b"done\n", 0, "")
@@ -335,7 +353,9 @@ async def test_a_daemon_that_holds_the_output_ends_with_the_program(backend: str
 
 async def sleeping(backend: str) -> asyncio.Task[Finished]:
     """A run whose program sleeps by now; launcher and keeper name the program too."""
-    running = asyncio.create_task(Sandbox(LIMITS, backend=backend).run(["sleep", A_TIME]))
+    running = asyncio.create_task(
+        Sandbox(LIMITS, backend=backend).run(["sleep", A_TIME])
+    )
     await until(lambda: marked(A_TIME, name="sleep") or running.done())
     assert not running.done(), running.result()
     return running
@@ -368,7 +388,9 @@ async def test_programs_end_with_their_starter(backend: str) -> None:
     assert not marked(A_TIME)
 
 
-async def test_a_start_that_was_cancelled_leaves_nothing(backend: str, monkeypatch) -> None:
+async def test_a_start_that_was_cancelled_leaves_nothing(
+    backend: str, monkeypatch
+) -> None:
     start = sandbox._STARTER.start
     goes_on = threading.Event()
 
@@ -397,7 +419,9 @@ async def test_a_starter_that_stands_still_is_followed_by_another(backend: str) 
     assert starter.returncode == -signal.SIGKILL
 
 
-async def test_a_start_without_descriptors_fails_and_ends_no_other_program(backend: str) -> None:
+async def test_a_start_without_descriptors_fails_and_ends_no_other_program(
+    backend: str,
+) -> None:
     box = Sandbox(LIMITS, backend=backend)
     async with box.start("print(input())") as started:
         starter = sandbox._STARTER._process
@@ -449,7 +473,9 @@ async def test_signals_and_statuses_are_those_of_the_program(backend: str) -> No
     assert (await run(backend, "import os; os.kill(os.getpid(), 9)")).ended_by == "kill"
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="the calls of 32-bit programs")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the calls of 32-bit programs"
+)
 async def test_calls_of_other_kinds_of_programs_end_the_program(backend: str) -> None:
     # mov eax, 20; int 0x80; ret: getpid as 32-bit programs call it.
     program = (
@@ -478,9 +504,15 @@ async def test_a_file_outside_of_the_folder_is_refused(backend: str) -> None:
 
 def test_a_limit_must_be_above_0() -> None:
     for value, rule in ((0, "at least 1"), (-1, "at least 1"), (2.5, "a whole number")):
-        with pytest.raises(ConfigError, match=f"memory_bytes must be {rule}, got {value}"):
+        with pytest.raises(
+            ConfigError, match=f"memory_bytes must be {rule}, got {value}"
+        ):
             Sandbox(Limits(memory_bytes=value))
-    for value, rule in ((0, "above 0"), (math.nan, "a finite number"), (math.inf, "a finite numb")):
+    for value, rule in (
+        (0, "above 0"),
+        (math.nan, "a finite number"),
+        (math.inf, "a finite numb"),
+    ):
         with pytest.raises(ConfigError, match=f"seconds must be {rule}.*, got {value}"):
             Sandbox(Limits(seconds=value))
 
@@ -514,7 +546,9 @@ def test_a_kernel_that_is_too_old_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         assert why_not("sandlock") == "some error"
     finally:
         trial.cache_clear()
-    assert reason == "this kernel has version 3 of Landlock, and 6 is needed (Linux 6.12)"
+    assert (
+        reason == "this kernel has version 3 of Landlock, and 6 is needed (Linux 6.12)"
+    )
 
 
 def test_the_first_sandbox_that_works_and_bounds_threads_is_taken() -> None:

@@ -165,7 +165,9 @@ class Outside:
             facts["priority"] = victim.nice()
             facts["stopped"] = victim.status() == psutil.STATUS_STOPPED
         facts["connections"] = [self._is_called(stream) for stream in self._streams]
-        facts["messages"] = [self._is_written_to(datagram) for datagram in self._datagrams]
+        facts["messages"] = [
+            self._is_written_to(datagram) for datagram in self._datagrams
+        ]
         facts["shared memory"] = SHARED.exists()
         facts["segments"] = self._take_segment()
         return facts
@@ -199,7 +201,9 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Outside
 
 
 @pytest.mark.parametrize("name", WORK_OUTSIDE | MAY_FAIL_OUTSIDE)
-async def test_a_program_does_not_get_out(name: str, backend: str, outside: Outside) -> None:
+async def test_a_program_does_not_get_out(
+    name: str, backend: str, outside: Outside
+) -> None:
     program = BEGINNING + (WORK_OUTSIDE | MAY_FAIL_OUTSIDE)[name]
     files = {"given.json": json.dumps(outside.given)}
     sandbox = Sandbox(backend=backend, readable=[outside.given["readable"]])
@@ -210,7 +214,9 @@ async def test_a_program_does_not_get_out(name: str, backend: str, outside: Outs
     assert (finished.status, finished.stderr, finished.ended_by) == (0, b"", "")
 
 
-async def ended_with_a_port(program: str, folder: Path, outside: Outside, port: int) -> ProgramEnd:
+async def ended_with_a_port(
+    program: str, folder: Path, outside: Outside, port: int
+) -> ProgramEnd:
     """Runs a program as `Command` does in its sandbox, with one port that it may connect to."""
     if reason := why_not("sandlock"):
         pytest.skip(reason)
@@ -220,7 +226,9 @@ async def ended_with_a_port(program: str, folder: Path, outside: Outside, port: 
     readable = [outside.given["readable"]]
     plan = Plan("sandlock", str(work), readable, Limits(), cause_fd=1, port=port)
     command = launched(plan, [sys.executable, "-I", "-c", BEGINNING + program])
-    return await run_program(command, folder=work, variables={}, limits=Limits(seconds=60))
+    return await run_program(
+        command, folder=work, variables={}, limits=Limits(seconds=60)
+    )
 
 
 @pytest.mark.parametrize("name", NETWORK | RARE_NETWORK)
@@ -235,16 +243,22 @@ async def test_a_program_with_a_port_gets_no_further(
     assert (end.status, end.output) == (0, "")
 
 
-async def test_a_program_with_a_port_reaches_that_port(tmp_path: Path, outside: Outside) -> None:
+async def test_a_program_with_a_port_reaches_that_port(
+    tmp_path: Path, outside: Outside
+) -> None:
     program = NETWORK["connect_by_tcp"]
     end = await ended_with_a_port(program, tmp_path, outside, outside.given["tcp"])
     assert (end.status, end.output) == (0, "escaped\n")
 
 
 @pytest.mark.parametrize("name", WORK_OUTSIDE)
-def test_it_would_without_a_sandbox(name: str, tmp_path: Path, outside: Outside) -> None:
+def test_it_would_without_a_sandbox(
+    name: str, tmp_path: Path, outside: Outside
+) -> None:
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "given.json").write_text(json.dumps(outside.given))
-    done = completed([sys.executable, "-I", "-c", BEGINNING + WORK_OUTSIDE[name]], cwd=folder)
+    done = completed(
+        [sys.executable, "-I", "-c", BEGINNING + WORK_OUTSIDE[name]], cwd=folder
+    )
     assert "escaped" in done.stdout or outside.reached(), done

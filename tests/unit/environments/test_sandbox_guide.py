@@ -20,7 +20,11 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def blocks(page: str, language: str) -> list[str]:
-    return [text for name, text in BLOCK.findall((GUIDES / page).read_text()) if name == language]
+    return [
+        text
+        for name, text in BLOCK.findall((GUIDES / page).read_text())
+        if name == language
+    ]
 
 
 async def test_the_functions_of_the_page_are_examined(tmp_path, monkeypatch):
@@ -30,10 +34,15 @@ async def test_the_functions_of_the_page_are_examined(tmp_path, monkeypatch):
     (text,) = blocks("sandbox.md", "toml")
     (entry,) = tomllib.loads(text)["environments"]
     environment = load_environment(entry["reference"], json.dumps(entry["args"]), "")
-    replies = ("```\ndef add(a, b):\n    return a + b\n```", "```\ndef last(x):\n    return 3\n```")
+    replies = (
+        "```\ndef add(a, b):\n    return a + b\n```",
+        "```\ndef last(x):\n    return 3\n```",
+    )
     rewards = []
     for task, reply in zip(environment.tasks(), replies, strict=True):
-        assert environment.reset(task)[0].content.endswith(" Reply with one block of code.")
+        assert environment.reset(task)[0].content.endswith(
+            " Reply with one block of code."
+        )
         rewards.append((await environment.step(reply)).reward)
     assert rewards == [1, 0.5]
 

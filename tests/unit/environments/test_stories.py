@@ -13,7 +13,9 @@ RIGHT = [f"Anna met a friend in street {number}." for number in range(10)]
 def test_each_name_gets_each_subject_once_and_in_the_same_order() -> None:
     tasks = Stories().tasks()
     assert tasks == Stories().tasks()
-    assert len(tasks) == len({tuple(task) for task in tasks}) == len(NAMES) * len(SUBJECTS)
+    assert (
+        len(tasks) == len({tuple(task) for task in tasks}) == len(NAMES) * len(SUBJECTS)
+    )
 
 
 @pytest.mark.parametrize(
@@ -37,5 +39,7 @@ def test_the_reward_is_the_share_of_sentences_that_begin_with_the_name(
 ) -> None:
     environment = Stories()
     (message,) = environment.reset(["Anna", "the sea"])
-    assert message["content"].startswith("Write a story of ten sentences about the sea.")
+    assert message["content"].startswith(
+        "Write a story of ten sentences about the sea."
+    )
     assert environment.step(reply).reward == pytest.approx(reward)

@@ -15,7 +15,12 @@ from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.settings.config import Config
 from slipstream.learner.controller.reporting.invariants import broken_invariants
 from support.fakes.small_configs import config_with
-from support.rigs.drawn_settings import Changes, Setting, environment_settings, every_setting
+from support.rigs.drawn_settings import (
+    Changes,
+    Setting,
+    environment_settings,
+    every_setting,
+)
 from support.rigs.fuzz_budget import times
 from support.rigs.table_training import Step, are_equal, steps
 
@@ -32,12 +37,16 @@ DRAWS = 4
 MOST_EPISODES = 128
 SETTINGS = tuple(every_setting())
 # Sections of what a step samples and trains; others decide where and how fast.
-OF_STEPS = tuple(s for s in SETTINGS if s.section in ("algorithm", "sampling", "reference"))
+OF_STEPS = tuple(
+    s for s in SETTINGS if s.section in ("algorithm", "sampling", "reference")
+)
 
 OF_ENVIRONMENT = tuple(environment_settings())
 
 
-def accepted(pair: Sequence[Setting], chance: random.Random) -> tuple[Changes, Config] | None:
+def accepted(
+    pair: Sequence[Setting], chance: random.Random
+) -> tuple[Changes, Config] | None:
     """Values of both settings that validation takes together, or None after a few draws."""
     for _ in range(DRAWS):
         changes: Changes = {}
@@ -53,9 +62,13 @@ def accepted(pair: Sequence[Setting], chance: random.Random) -> tuple[Changes, C
 def faults(config: Config, seed: int) -> Iterator[str]:
     """Whatever the first steps of a run do not keep."""
     # A run says so at its start.
-    are_penalties_told = any("lengths alone" in warning for warning in config.training_warnings)
+    are_penalties_told = any(
+        "lengths alone" in warning for warning in config.training_warnings
+    )
     for step in steps(config, number=NUM_STEPS, seed=seed):
-        for invariant in broken_invariants(config, step.row, step.groups, step.advantages):
+        for invariant in broken_invariants(
+            config, step.row, step.groups, step.advantages
+        ):
             if not (invariant.name == "advantage" and are_penalties_told):
                 yield invariant.text
         yield from _plain_faults(config, step)
@@ -85,7 +98,11 @@ def checked(pairs: Sequence[Sequence[Setting]]) -> int:
         largest_group = group_sizes_of(config).largest
         episodes = largest_group * config.algorithm.groups_per_step
         # The policy of the rig tells no likely tokens of a reference, and has no critic.
-        if episodes > MOST_EPISODES or config.algorithm.kl.uses_top_k or config.critic is not None:
+        if (
+            episodes > MOST_EPISODES
+            or config.algorithm.kl.uses_top_k
+            or config.critic is not None
+        ):
             continue
         num_trained += 1
         texts = list(faults(config, seed=number))
@@ -98,10 +115,17 @@ def test_every_setting_is_drawn_but_names_places_and_tables() -> None:
     chance = random.Random(2)
     drawn = [setting for setting in SETTINGS if setting.draw(chance)]
     kinds = {str(s.field.annotation) for s in SETTINGS if s not in drawn}
-    numbers = [kind for kind in kinds if "float" in kind or "int" in kind or "bool" in kind]
+    numbers = [
+        kind for kind in kinds if "float" in kind or "int" in kind or "bool" in kind
+    ]
     assert numbers == []
     names = {setting.name for setting in drawn}
-    assert names > {"sampling.top_p", "algorithm.filter", "algorithm.kl.placement", "lora.rank"}
+    assert names > {
+        "sampling.top_p",
+        "algorithm.filter",
+        "algorithm.kl.placement",
+        "lora.rank",
+    }
     assert len(names) > 100
 
 
@@ -113,7 +137,9 @@ def test_all_pairs_of_choices_keep_what_every_step_must_keep() -> None:
 
 def test_pairs_of_settings_keep_what_every_step_must_keep() -> None:
     chance = random.Random(3)
-    pairs = [(chance.choice(OF_STEPS), chance.choice(SETTINGS)) for _ in range(times(90))]
+    pairs = [
+        (chance.choice(OF_STEPS), chance.choice(SETTINGS)) for _ in range(times(90))
+    ]
     assert checked(pairs) > times(90) / 4
 
 
@@ -126,7 +152,11 @@ def test_many_pairs_of_the_settings_of_a_step_keep_what_it_must_keep() -> None:
 
 def test_what_one_environment_has_of_its_own_goes_with_each_setting_of_a_step() -> None:
     chance = random.Random(5)
-    names = {setting.name.rpartition(".")[2] for setting in OF_ENVIRONMENT if setting.draw(chance)}
+    names = {
+        setting.name.rpartition(".")[2]
+        for setting in OF_ENVIRONMENT
+        if setting.draw(chance)
+    }
     assert names == {
         "advantage",
         "group_size",
@@ -136,5 +166,8 @@ def test_what_one_environment_has_of_its_own_goes_with_each_setting_of_a_step() 
         "temperature",
     }
     pairs = [*itertools.combinations(OF_ENVIRONMENT, 2)]
-    pairs += [(chance.choice(OF_ENVIRONMENT), chance.choice(OF_STEPS)) for _ in range(times(60))]
+    pairs += [
+        (chance.choice(OF_ENVIRONMENT), chance.choice(OF_STEPS))
+        for _ in range(times(60))
+    ]
     assert checked(pairs) > len(pairs) / 4

@@ -90,7 +90,9 @@ def test_versions_stay_as_long_as_a_client_keeps_them(tmp_path: Path) -> None:
     assert complete_steps(tmp_path) == [1, 4, 5]
 
 
-def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
+def test_a_removal_that_is_interrupted_leaves_nothing_that_looks_whole(
+    tmp_path, monkeypatch
+):
     save_checkpoint(tmp_path, 1)
     save_checkpoint(tmp_path, 2)
 
@@ -120,7 +122,9 @@ def test_the_names_of_all_files_are_durable_before_the_checkpoint_has_its_own(
     partial = tmp_path / "step-000001.partial"
     (partial / "state" / "deep").mkdir(parents=True)
     monkeypatch.setattr(os, "fsync", noted_sync)
-    monkeypatch.setattr(os, "rename", lambda *names: (done.append("rename"), rename(*names)))
+    monkeypatch.setattr(
+        os, "rename", lambda *names: (done.append("rename"), rename(*names))
+    )
     publish_and_retain(partial, keep_last=1, keep_every=0)
     before = done[: done.index("rename")]
     assert set(before) == {"state", "deep", "step-000001.partial"}
@@ -130,7 +134,9 @@ def test_the_names_of_all_files_are_durable_before_the_checkpoint_has_its_own(
 # Python from 3.12 on warns of forks beside threads; this child takes no lock.
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whole(tmp_path):
+def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whole(
+    tmp_path,
+):
     for change in itertools.count():
         folder = tmp_path / f"crash-{change}"
         for step in (1, 2, 3):
@@ -150,7 +156,9 @@ def test_a_kill_at_any_moment_of_a_publication_leaves_the_newest_checkpoint_whol
             check_files(path, read_manifest(path).files)
         # The next start removes the rest; the next save removes what is too many.
         remove_partial(folder)
-        assert {path.name for path in folder.iterdir()} == {f"step-{s:06d}" for s in steps}
+        assert {path.name for path in folder.iterdir()} == {
+            f"step-{s:06d}" for s in steps
+        }
         if ended:
             assert steps == [3, 4]
             # The new folder is one change; each of two old ones is one, too, and each of its files.
@@ -173,7 +181,9 @@ def words_in(path: Path) -> list[str]:
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_kill_at_any_moment_of_a_replacement_leaves_a_whole_folder_or_none(tmp_path, is_first):
+def test_a_kill_at_any_moment_of_a_replacement_leaves_a_whole_folder_or_none(
+    tmp_path, is_first
+):
     for change in itertools.count():
         target = tmp_path / f"crash-{change}" / "out"
         if not is_first:
@@ -202,7 +212,9 @@ def test_a_kill_at_any_moment_of_a_replacement_leaves_a_whole_folder_or_none(tmp
 
 @pytest.mark.process
 @pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
-def test_a_kill_at_any_moment_of_a_removal_leaves_a_whole_folder_or_none(tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_of_a_removal_leaves_a_whole_folder_or_none(
+    tmp_path: Path,
+) -> None:
     for change in itertools.count():
         path = folder_of(tmp_path / f"crash-{change}" / "out", "old")
         ended = crashing_at(change, lambda path=path: remove_folder(path))
@@ -228,10 +240,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no UTF-8": (lambda path: path.write_bytes(b"\xff"), "is damaged"),
     "deep": (lambda path: path.write_bytes(b"[" * 100_000), "is damaged"),
     "of another version": (
-        lambda path: path.write_bytes(path.read_bytes().replace(b'"step": 40', b'"step": 30')),
+        lambda path: path.write_bytes(
+            path.read_bytes().replace(b'"step": 40', b'"step": 30')
+        ),
         "says that it is version 30",
     ),
-    "missing": (lambda path: path.unlink(), "cannot be read: No such file or directory"),
+    "missing": (
+        lambda path: path.unlink(),
+        "cannot be read: No such file or directory",
+    ),
     "folder": (folder_in_place, "cannot be read: Is a directory"),
 }
 
@@ -261,7 +278,9 @@ def test_a_damaged_manifest_is_one_line_with_what_to_remove(tmp_path, spoil, cau
         ({"layout": {"tensor": 1}}, "'layout.tensor'"),
     ],
 )
-def test_nobody_is_told_to_remove_a_checkpoint_of_another_release(tmp_path, written, place):
+def test_nobody_is_told_to_remove_a_checkpoint_of_another_release(
+    tmp_path, written, place
+):
     path = save_checkpoint(tmp_path, 40)
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | written))
@@ -304,7 +323,9 @@ def test_what_is_newer_than_the_newest_whole_checkpoint_is_named(tmp_path, spoil
 
 
 @pytest.mark.parametrize("spoil", MISSING.values(), ids=MISSING.keys())
-def test_a_version_that_is_made_again_takes_the_place_of_what_is_left_of_it(tmp_path, spoil):
+def test_a_version_that_is_made_again_takes_the_place_of_what_is_left_of_it(
+    tmp_path, spoil
+):
     path = save_checkpoint(tmp_path, 40)
     spoil(path)
     save_checkpoint(tmp_path, 40)
@@ -336,11 +357,18 @@ def test_files_and_links_that_end_in_partial_are_removed(tmp_path: Path) -> None
     assert (tmp_path / "elsewhere" / "kept").exists()
 
 
-def test_a_resume_needs_the_steps_from_the_oldest_of_the_newest_checkpoints_on(tmp_path) -> None:
+def test_a_resume_needs_the_steps_from_the_oldest_of_the_newest_checkpoints_on(
+    tmp_path,
+) -> None:
     assert first_needed_step(tmp_path, keep_last=1) == 0
     for step in (1, 2, 3, 4):
         save_checkpoint(tmp_path, step)
-    assert [first_needed_step(tmp_path, keep_last=n) for n in (1, 2, 4, 5)] == [4, 3, 1, 0]
+    assert [first_needed_step(tmp_path, keep_last=n) for n in (1, 2, 4, 5)] == [
+        4,
+        3,
+        1,
+        0,
+    ]
     # A version that a client keeps may go when the client says so.
     write_kept(tmp_path, {3: math.inf})
     assert first_needed_step(tmp_path, keep_last=2) == 2

@@ -41,7 +41,9 @@ def plain(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.dtype, value.shape, value.tobytes()
     if isinstance(value, Trajectory | RoutedExperts | ReferenceLogprobs):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {
+            field.name: plain(getattr(value, field.name)) for field in fields(value)
+        }
     return value
 
 
@@ -76,7 +78,9 @@ def test_the_round_trip_draws_several_values_of_every_field() -> None:
     assert not constant
 
 
-def test_nobody_can_leave_out_a_field_of_a_trajectory_but_optional_values_of_tokens() -> None:
+def test_nobody_can_leave_out_a_field_of_a_trajectory_but_optional_values_of_tokens() -> (
+    None
+):
     left_out = {
         field.name
         for field in fields(Trajectory)
@@ -115,17 +119,32 @@ def test_every_flipped_bit_in_the_arrays_is_noticed() -> None:
             {"behavior_logprobs": np.array([-1, -2, -np.inf, -3], np.float32)},
             "a value of behavior_logprobs is not a finite number",
         ),
-        ({"token_rewards": np.zeros(3, np.float32)}, "3 values of token_rewards for 4 sampled"),
+        (
+            {"token_rewards": np.zeros(3, np.float32)},
+            "3 values of token_rewards for 4 sampled",
+        ),
         ({"prompt_logprobs": bytes(16)}, "4 values of prompt_logprobs for runs "),
         (
             {"token_rewards": np.array([0, np.nan, 0, 1], np.float32)},
             "a value of token_rewards is not a finite number",
         ),
-        ({"branches": (Branch(1), Branch(1))}, "must have an even number of runs, got 1"),
-        ({"branches": (Branch(2), Branch(0))}, "must have an even number of runs, got 0"),
+        (
+            {"branches": (Branch(1), Branch(1))},
+            "must have an even number of runs, got 1",
+        ),
+        (
+            {"branches": (Branch(2), Branch(0))},
+            "must have an even number of runs, got 0",
+        ),
         ({"branches": (Branch(2), Branch(2))}, "branches of 4 runs, but 2 runs"),
-        ({"branches": (Branch(2),), "teacher_prompt": bytes(4)}, "is of one conversation"),
-        ({"teacher_prompt": bytes(3)}, "a teacher's prompt of 3 bytes is no list of tokens"),
+        (
+            {"branches": (Branch(2),), "teacher_prompt": bytes(4)},
+            "is of one conversation",
+        ),
+        (
+            {"teacher_prompt": bytes(3)},
+            "a teacher's prompt of 3 bytes is no list of tokens",
+        ),
         (
             {
                 "run_lengths": (2, 2, 2, 2),
@@ -145,26 +164,36 @@ def test_a_trajectory_that_does_not_fit_together_is_refused_by_name(changes, cau
 @pytest.mark.parametrize("reward", [float("nan"), float("inf"), 1e308, -1000001.0])
 def test_a_reward_that_cannot_be_trained_is_refused(reward: float) -> None:
     data = encode_trajectory(dataclasses.replace(make_trajectory(4, 4), reward=reward))
-    with pytest.raises(ProtocolError, match=r"^Trajectory.reward must be between -1e\+06 and 1e"):
+    with pytest.raises(
+        ProtocolError, match=r"^Trajectory.reward must be between -1e\+06 and 1e"
+    ):
         decode_trajectory(data)
 
 
-def test_a_message_with_a_reward_that_is_no_number_is_refused_whoever_read_its_bytes() -> None:
+def test_a_message_with_a_reward_that_is_no_number_is_refused_whoever_read_its_bytes() -> (
+    None
+):
     nan = float("nan")
     for changes in ({"reward": nan}, {"branches": (Branch(2, 1.0, "a", nan),)}):
         wrong = trajectory_to_pb(dataclasses.replace(make_trajectory(4, 4), **changes))
-        with pytest.raises(ProtocolError, match="1234567890abcdef: reward nan is not a finite num"):
+        with pytest.raises(
+            ProtocolError, match="1234567890abcdef: reward nan is not a finite num"
+        ):
             trajectory_from_pb(wrong)
 
 
 @pytest.mark.parametrize("share", [float("nan"), float("-inf"), 1e7])
 def test_a_share_that_cannot_be_trained_is_refused(share: float) -> None:
     wrong = dataclasses.replace(make_trajectory(4, 4), branches=(Branch(2, share),))
-    with pytest.raises(ProtocolError, match=r"branches\[0\]\.share must be between -1e\+06"):
+    with pytest.raises(
+        ProtocolError, match=r"branches\[0\]\.share must be between -1e\+06"
+    ):
         decode_trajectory(encode_trajectory(wrong))
     with pytest.raises(ProtocolError, match="share nan is not a finite number"):
         trajectory_from_pb(
-            trajectory_to_pb(dataclasses.replace(wrong, branches=(Branch(2, float("nan")),)))
+            trajectory_to_pb(
+                dataclasses.replace(wrong, branches=(Branch(2, float("nan")),))
+            )
         )
 
 
@@ -174,7 +203,9 @@ def test_empty_version_spans_are_refused_however_many_they_are() -> None:
     with pytest.raises(ProtocolError, match="a version span is empty"):
         decode_trajectory(message.SerializeToString())
     message.version_spans.extend([pb.VersionSpan()] * 5000)
-    with pytest.raises(ProtocolError, match="version_spans must have at most 4096 elements"):
+    with pytest.raises(
+        ProtocolError, match="version_spans must have at most 4096 elements"
+    ):
         decode_trajectory(message.SerializeToString())
 
 
@@ -187,9 +218,13 @@ def test_unknown_kinds_are_refused(field: str) -> None:
 
 
 def test_arrays_of_broken_length_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="token ids must be a multiple of 4 bytes, got 5"):
+    with pytest.raises(
+        ProtocolError, match="token ids must be a multiple of 4 bytes, got 5"
+    ):
         unpack_tokens(b"12345")
-    with pytest.raises(ProtocolError, match="log-probabilities must be a multiple of 4"):
+    with pytest.raises(
+        ProtocolError, match="log-probabilities must be a multiple of 4"
+    ):
         unpack_logprobs(b"123")
 
 
@@ -198,7 +233,9 @@ def test_tokens_travel_as_four_bytes_little_endian() -> None:
 
 
 def test_a_trajectory_above_the_limit_is_refused_on_both_sides() -> None:
-    large = dataclasses.replace(make_trajectory(1, 1), reply_text="x" * MAX_TRAJECTORY_BYTES)
+    large = dataclasses.replace(
+        make_trajectory(1, 1), reply_text="x" * MAX_TRAJECTORY_BYTES
+    )
     with pytest.raises(ProtocolError, match=r"has \d+ bytes, more than 33554432"):
         encode_trajectory(large)
     data = trajectory_to_pb(large).SerializeToString()
@@ -206,8 +243,12 @@ def test_a_trajectory_above_the_limit_is_refused_on_both_sides() -> None:
         decode_trajectory(data)
 
 
-@pytest.mark.parametrize(("num_context", "num_sampled"), [(0, 512), (128, 384), (1024, 7168)])
-def test_a_token_costs_at_most_eight_and_a_half_bytes_on_the_wire(num_context, num_sampled):
+@pytest.mark.parametrize(
+    ("num_context", "num_sampled"), [(0, 512), (128, 384), (1024, 7168)]
+)
+def test_a_token_costs_at_most_eight_and_a_half_bytes_on_the_wire(
+    num_context, num_sampled
+):
     trajectory = make_trajectory(num_context, num_sampled, num_versions=3)
     request = pb.DeliverRequest(
         trajectory=encode_trajectory(trajectory), trajectory_id=trajectory.trajectory_id
@@ -227,7 +268,10 @@ def test_a_trajectory_knows_its_identity_and_its_sampled_tokens() -> None:
     trajectory = dataclasses.replace(
         make_trajectory(2, 3),
         run_lengths=(1, 2, 1, 1),
-        version_spans=(VersionSpan(2, PolicyVersion(0, 7)), VersionSpan(1, PolicyVersion(0, 6))),
+        version_spans=(
+            VersionSpan(2, PolicyVersion(0, 7)),
+            VersionSpan(1, PolicyVersion(0, 6)),
+        ),
     )
     assert trajectory.trajectory_id == "g000123.3.0.1234567890abcdef"
     assert trajectory.sampled_mask().tolist() == [False, True, True, False, True]
@@ -238,7 +282,9 @@ def test_a_trajectory_knows_its_identity_and_its_sampled_tokens() -> None:
 def test_a_trajectory_is_one_sequence_for_each_branch() -> None:
     plain = make_trajectory(4, 6)
     assert plain.sequences == (
-        TokenSequence(Branch(2), tokens=slice(0, 10), runs=slice(0, 2), sampled=slice(0, 6)),
+        TokenSequence(
+            Branch(2), tokens=slice(0, 10), runs=slice(0, 2), sampled=slice(0, 6)
+        ),
     )
     branches = (Branch(4), Branch(2, 0.5, "reviewer"))
     tree = dataclasses.replace(plain, run_lengths=(1, 2, 1, 3, 2, 1), branches=branches)
@@ -259,7 +305,9 @@ def with_reference(logprobs, top_ids, top_logprobs) -> bytes:
         np.array(top_ids, np.uint32),
         np.array(top_logprobs, np.float32),
     )
-    return encode_trajectory(dataclasses.replace(make_trajectory(1, 2), reference=reference))
+    return encode_trajectory(
+        dataclasses.replace(make_trajectory(1, 2), reference=reference)
+    )
 
 
 @pytest.mark.parametrize(
@@ -273,7 +321,9 @@ def with_reference(logprobs, top_ids, top_logprobs) -> bytes:
         ([[1, 2]], [[-0.5, -3]], r"must have \[8, 16, 16\] bytes, got \[8, 8, 8\]"),
     ],
 )
-def test_log_probabilities_that_no_reference_can_give_are_refused(top_ids, top_logprobs, cause):
+def test_log_probabilities_that_no_reference_can_give_are_refused(
+    top_ids, top_logprobs, cause
+):
     with pytest.raises(ProtocolError, match=cause):
         decode_trajectory(with_reference([-1, -2], top_ids, top_logprobs))
 
@@ -288,7 +338,9 @@ def test_changed_log_probabilities_of_a_reference_break_the_checksum() -> None:
 
 def test_a_sampled_first_token_has_no_prediction_that_could_be_wrong() -> None:
     reference = ReferenceLogprobs(
-        np.zeros(2, np.float32), np.array([[0, 0], [1, 2]], np.uint32), -np.ones((2, 2), np.float32)
+        np.zeros(2, np.float32),
+        np.array([[0, 0], [1, 2]], np.uint32),
+        -np.ones((2, 2), np.float32),
     )
     first = dataclasses.replace(make_trajectory(0, 2), reference=reference)
     assert decode_trajectory(encode_trajectory(first)).reference is not None
@@ -305,7 +357,10 @@ def test_a_reward_of_every_token_fits_what_a_lease_reserves() -> None:
         prompt_text="p" * max_text_bytes(size),
         reply_text="r" * max_text_bytes(size),
     )
-    assert len(encode_trajectory(trajectory)) <= TRAJECTORY_OVERHEAD_BYTES + BYTES_PER_TOKEN * size
+    assert (
+        len(encode_trajectory(trajectory))
+        <= TRAJECTORY_OVERHEAD_BYTES + BYTES_PER_TOKEN * size
+    )
 
 
 def test_a_message_of_before_there_were_rewards_of_tokens_is_read() -> None:

@@ -17,7 +17,12 @@ from slipstream.core.types import TrajectoryId
 from slipstream.extensions.redis.queue import RedisSender
 from slipstream.extensions.redis.receiver import RedisReceiver
 from slipstream.learner.controller.records.ledger import AccountedReceiver
-from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
+from slipstream.protocol.access.security import (
+    Credentials,
+    bind,
+    create_server,
+    open_channel,
+)
 from slipstream.protocol.queue.base import TrajectoryReceiver, TrajectorySender
 from slipstream.protocol.queue.grpc import GrpcReceiver, GrpcSender
 from slipstream.v1 import trajectory_pb2 as pb
@@ -96,7 +101,9 @@ def name(number: int) -> TrajectoryId:
 
 async def put(sender: TrajectorySender, *numbers: int, size: int = 100) -> None:
     for number in numbers:
-        await sender.put(name(number), number.to_bytes(4) * (size // 4), timeout_s=LIMIT_S)
+        await sender.put(
+            name(number), number.to_bytes(4) * (size // 4), timeout_s=LIMIT_S
+        )
 
 
 async def get(receiver: TrajectoryReceiver, count: int) -> list[int]:
@@ -111,7 +118,9 @@ async def get(receiver: TrajectoryReceiver, count: int) -> list[int]:
 
 
 @asynccontextmanager
-async def both_ends(place: Place) -> AsyncIterator[tuple[TrajectoryReceiver, TrajectorySender]]:
+async def both_ends(
+    place: Place,
+) -> AsyncIterator[tuple[TrajectoryReceiver, TrajectorySender]]:
     async with place.receiver() as receiver, place.sender() as sender:
         yield receiver, sender
 
@@ -126,7 +135,9 @@ async def test_trajectories_of_all_senders_arrive(make_place: MakePlace) -> None
         assert sorted(await get(receiver, 30)) == list(range(30))
 
 
-async def test_what_was_put_before_a_receiver_came_arrives(make_place: MakePlace) -> None:
+async def test_what_was_put_before_a_receiver_came_arrives(
+    make_place: MakePlace,
+) -> None:
     place = make_place(1_000)
     async with place.sender() as sender:
         await put(sender, 1, 2)
@@ -134,7 +145,9 @@ async def test_what_was_put_before_a_receiver_came_arrives(make_place: MakePlace
             assert await get(receiver, 2) == [1, 2]
 
 
-async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledgement(make_place):
+async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledgement(
+    make_place,
+):
     async with both_ends(make_place(300)) as (receiver, sender):
         await put(sender, 0, 1, 2)
         assert sender.queued_bytes == 300
@@ -147,10 +160,14 @@ async def test_put_waits_while_the_queue_is_full_and_goes_on_after_an_acknowledg
         assert await get(receiver, 1) == [3]
 
 
-async def test_put_that_finds_no_room_in_time_raises_and_leaves_the_queue_as_it_was(make_place):
+async def test_put_that_finds_no_room_in_time_raises_and_leaves_the_queue_as_it_was(
+    make_place,
+):
     async with both_ends(make_place(250)) as (receiver, sender):
         await put(sender, 0, 1)
-        with pytest.raises(TrajectoryQueueFull, match=r"no room for 100 bytes within 0.05 s"):
+        with pytest.raises(
+            TrajectoryQueueFull, match=r"no room for 100 bytes within 0.05 s"
+        ):
             await sender.put(name(2), b"x" * 100, timeout_s=0.05)
         assert await get(receiver, 2) == [0, 1]
         await receiver.acknowledge([name(0), name(1)])
@@ -158,13 +175,19 @@ async def test_put_that_finds_no_room_in_time_raises_and_leaves_the_queue_as_it_
         assert await get(receiver, 1) == [3]
 
 
-async def test_put_of_more_than_the_whole_queue_is_refused(make_place: MakePlace) -> None:
+async def test_put_of_more_than_the_whole_queue_is_refused(
+    make_place: MakePlace,
+) -> None:
     async with both_ends(make_place(300)) as (_, sender):
-        with pytest.raises(QueueError, match=r"301 bytes does not fit queue.max_bytes = 300"):
+        with pytest.raises(
+            QueueError, match=r"301 bytes does not fit queue.max_bytes = 300"
+        ):
             await sender.put(name(0), b"x" * 301, timeout_s=LIMIT_S)
 
 
-async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(make_place):
+async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(
+    make_place,
+):
     place = make_place(100_000)
     async with place.sender() as sender:
         async with place.receiver() as first:
@@ -180,7 +203,9 @@ async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(mak
             assert await get(second, 30) == list(range(10, 40))
 
 
-async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_once(make_place):
+async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_once(
+    make_place,
+):
     async with both_ends(make_place(100_000)) as (receiver, sender):
         await put(sender, 1, 1, 2)
         seen: list[int] = []
@@ -191,7 +216,9 @@ async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_
         await until(lambda: sender.queued_bytes == 0)
 
 
-async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(make_place):
+async def test_an_acknowledged_id_that_is_put_again_does_not_stay_in_the_queue(
+    make_place,
+):
     async with both_ends(make_place(100_000)) as (receiver, sender):
         await put(sender, 1)
         await get(receiver, 1)
@@ -215,7 +242,9 @@ async def test_a_cancelled_get_loses_nothing(make_place: MakePlace) -> None:
 async def test_a_cancelled_put_gives_its_place_in_the_line_to_the_next(make_place):
     async with both_ends(make_place(100)) as (receiver, sender):
         await put(sender, 0)
-        first, second = (asyncio.ensure_future(put(sender, number)) for number in (1, 2))
+        first, second = (
+            asyncio.ensure_future(put(sender, number)) for number in (1, 2)
+        )
         await get(receiver, 1)
         first.cancel()
         await asyncio.wait([first])
@@ -259,7 +288,9 @@ async def serving(servicer, folder, token=None):
 
 
 @pytest.mark.parametrize("puts_first", [False, True])
-async def test_a_refused_sender_ends_with_the_reason(tmp_path: Path, puts_first: bool) -> None:
+async def test_a_refused_sender_ends_with_the_reason(
+    tmp_path: Path, puts_first: bool
+) -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         async with (
             serving(GrpcReceiver(without_seal), tmp_path, "r" * 32) as channel,
@@ -275,14 +306,18 @@ async def test_a_refused_sender_ends_with_the_reason(tmp_path: Path, puts_first:
     )
 
 
-async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path, caplog) -> None:
+async def test_streams_that_break_at_any_moment_lose_nothing(
+    tmp_path: Path, caplog
+) -> None:
     """Every third message breaks its stream, before or after it was taken."""
     trajectory_ids: list[str] = []
     count = 0
 
     class Breaking(trajectory_pb2_grpc.TrajectoryServiceServicer):
         async def Deliver(  # noqa: N802
-            self, requests: AsyncIterator[pb.DeliverRequest], context: grpc.aio.ServicerContext
+            self,
+            requests: AsyncIterator[pb.DeliverRequest],
+            context: grpc.aio.ServicerContext,
         ) -> AsyncIterator[pb.DeliverResponse]:
             nonlocal count
             async for request in requests:
@@ -294,7 +329,10 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path, cap
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "broken after")
                 yield pb.DeliverResponse(acknowledged_ids=[request.trajectory_id])
 
-    async with serving(Breaking(), tmp_path) as channel, GrpcSender(channel, (), 1_000) as sender:
+    async with (
+        serving(Breaking(), tmp_path) as channel,
+        GrpcSender(channel, (), 1_000) as sender,
+    ):
         for number in range(10):
             await sender.put(TrajectoryId(str(number)), b"x", timeout_s=LIMIT_S)
         await until(lambda: not sender.queued_bytes, LIMIT_S)
@@ -305,7 +343,9 @@ async def test_streams_that_break_at_any_moment_lose_nothing(tmp_path: Path, cap
     assert re.search(message, caplog.text)
 
 
-async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on_the_next(tmp_path):
+async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on_the_next(
+    tmp_path,
+):
     receiver = AccountedReceiver(GrpcReceiver(without_seal))
     async with serving(receiver._receiver, tmp_path) as channel:
         stub = trajectory_pb2_grpc.TrajectoryServiceStub(channel)
@@ -317,13 +357,17 @@ async def test_an_id_acknowledged_while_its_stream_was_broken_is_acknowledged_on
         second = stub.Deliver()
         next_get = asyncio.ensure_future(receiver.get())
         await second.write(pb.DeliverRequest(trajectory=b"x", trajectory_id="a"))
-        assert list((await asyncio.wait_for(second.read(), LIMIT_S)).acknowledged_ids) == ["a"]
+        assert list(
+            (await asyncio.wait_for(second.read(), LIMIT_S)).acknowledged_ids
+        ) == ["a"]
         assert not next_get.done()
         next_get.cancel()
         second.cancel()
 
 
-async def test_a_receiver_that_nobody_reads_holds_its_senders_back(tmp_path: Path) -> None:
+async def test_a_receiver_that_nobody_reads_holds_its_senders_back(
+    tmp_path: Path,
+) -> None:
     size = 1 << 20
     receiver = GrpcReceiver(without_seal, max_waiting_bytes=2 * size)
     async with serving(receiver, tmp_path) as channel:
@@ -348,7 +392,9 @@ async def test_a_receiver_that_nobody_reads_holds_its_senders_back(tmp_path: Pat
         call.cancel()
 
 
-async def test_a_trajectory_larger_than_the_receivers_bound_passes(tmp_path: Path) -> None:
+async def test_a_trajectory_larger_than_the_receivers_bound_passes(
+    tmp_path: Path,
+) -> None:
     receiver = GrpcReceiver(without_seal, max_waiting_bytes=10)
     async with (
         serving(receiver, tmp_path) as channel,

@@ -4,7 +4,12 @@ from collections.abc import AsyncIterator
 
 import grpc
 import grpc.aio
-from slipstream.protocol.access.security import Credentials, bind, create_server, open_channel
+from slipstream.protocol.access.security import (
+    Credentials,
+    bind,
+    create_server,
+    open_channel,
+)
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
@@ -27,16 +32,22 @@ class Refusing(environment_pb2_grpc.EnvironmentServiceServicer):
         self.ended = asyncio.Event()
 
     async def ServeEpisodes(  # noqa: N802
-        self, requests: AsyncIterator[pb.WorkerMessage], context: grpc.aio.ServicerContext
+        self,
+        requests: AsyncIterator[pb.WorkerMessage],
+        context: grpc.aio.ServicerContext,
     ) -> AsyncIterator[pb.WorkerCommand]:
         try:
-            await abort(Gone(), grpc.StatusCode.FAILED_PRECONDITION, "no", Reason.WRONG_STATE)  # type: ignore[arg-type]
+            await abort(
+                Gone(), grpc.StatusCode.FAILED_PRECONDITION, "no", Reason.WRONG_STATE
+            )  # type: ignore[arg-type]
             yield pb.WorkerCommand()
         finally:
             self.ended.set()
 
 
-async def test_a_refusal_of_a_caller_that_has_gone_cancels_the_call_without_a_traceback(caplog):
+async def test_a_refusal_of_a_caller_that_has_gone_cancels_the_call_without_a_traceback(
+    caplog,
+):
     refusing = Refusing()
     server = create_server(OPEN)
     environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(refusing, server)

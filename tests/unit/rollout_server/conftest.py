@@ -90,7 +90,9 @@ def start_server(config: Config, renderer: Renderer, tmp_path: Path) -> StartSer
                 engine, renderer, AgentServices(None, renderer, config.rollout_server)
             )
             address = at or fleet.address
-            server = RolloutServer(config, address, ServerId("server-0"), model, gateway)
+            server = RolloutServer(
+                config, address, ServerId("server-0"), model, gateway
+            )
             task = asyncio.create_task(server.run(stop))
             try:
                 yield Server(fleet, engine, stop, task, gateway)
@@ -117,9 +119,9 @@ class EchoClient:
     def __init__(self, turns: int = 1) -> None:
         self.turns = turns
         self.calls: list[env_pb.WorkerCommand] = []
-        self.answer_instead: Callable[[env_pb.WorkerCommand], env_pb.WorkerMessage | None] = (
-            lambda _: None
-        )
+        self.answer_instead: Callable[
+            [env_pb.WorkerCommand], env_pb.WorkerMessage | None
+        ] = lambda _: None
         self._steps: dict[str, int] = {}
 
     def __call__(self, call: object) -> env_pb.WorkerMessage:
@@ -131,14 +133,21 @@ class EchoClient:
         match command.WhichOneof("command"):
             case "reset":
                 messages = [env_pb.ChatMessage(role="user", content="a b")]
-                return env_pb.WorkerMessage(observation=env_pb.Observation(messages=messages))
+                return env_pb.WorkerMessage(
+                    observation=env_pb.Observation(messages=messages)
+                )
             case "step":
                 key = command.step.episode_key
                 self._steps[key] = self._steps.get(key, 0) + 1
                 done = self._steps[key] >= self.turns
-                messages = [] if done else [env_pb.ChatMessage(role="user", content="c")]
+                messages = (
+                    [] if done else [env_pb.ChatMessage(role="user", content="c")]
+                )
                 verdict = env_pb.Verdict(
-                    reward=1.0, done=done, messages=messages, metrics={"turns": self._steps[key]}
+                    reward=1.0,
+                    done=done,
+                    messages=messages,
+                    metrics={"turns": self._steps[key]},
                 )
                 return env_pb.WorkerMessage(verdict=verdict)
         return env_pb.WorkerMessage(pong=env_pb.Pong())

@@ -22,7 +22,9 @@ def values(passed=None, *, on_cpu=False, **settings):
 
 
 @pytest.mark.parametrize("max_episodes", [1, 16, 200, 500, 512, 1024, 4096])
-def test_steps_of_replies_alone_and_beside_prompts_are_captured(max_episodes: int) -> None:
+def test_steps_of_replies_alone_and_beside_prompts_are_captured(
+    max_episodes: int,
+) -> None:
     sizes = graph_sizes(max_episodes)
     assert sizes == sorted(set(sizes))
     assert max_episodes in sizes
@@ -35,9 +37,13 @@ def test_steps_of_replies_alone_and_beside_prompts_are_captured(max_episodes: in
 
 
 @pytest.mark.parametrize("max_episodes", [16, 512])
-def test_padding_is_an_eighth_at_most_behind_the_sizes_of_vllm(max_episodes: int) -> None:
+def test_padding_is_an_eighth_at_most_behind_the_sizes_of_vllm(
+    max_episodes: int,
+) -> None:
     sizes = [size for size in graph_sizes(max_episodes) if size >= 512]
-    assert all(larger <= size * 9 / 8 for size, larger in zip(sizes, sizes[1:], strict=False))
+    assert all(
+        larger <= size * 9 / 8 for size, larger in zip(sizes, sizes[1:], strict=False)
+    )
 
 
 def test_sizes_are_told_where_there_are_graphs() -> None:
@@ -68,7 +74,11 @@ GB = 10**9
 def config_of(folder, turns="auto", share=0.9, max_images=0):
     return small_config(
         model={"path": str(folder), "dtype": "bfloat16"},
-        sampling={"max_reply_tokens": 8, "max_episode_tokens": 64, "max_images": max_images},
+        sampling={
+            "max_reply_tokens": 8,
+            "max_episode_tokens": 64,
+            "max_images": max_images,
+        },
         rollout_server={"gpu_memory_utilization": share},
         controller={"turns": turns},
         learner={"offload": {"gradients": True, "optimizer": True}},
@@ -94,13 +104,18 @@ def test_vllm_gets_what_arriving_weights_leave(tmp_path, turns, share, wire, lef
 
 def write_tensors(folder: Path, **shapes: list[int]) -> None:
     for name, shape in shapes.items():
-        header = {"__metadata__": {"format": "pt"}, name: {"dtype": "F32", "shape": shape}}
+        header = {
+            "__metadata__": {"format": "pt"},
+            name: {"dtype": "F32", "shape": shape},
+        }
         text = json.dumps(header).encode()
         path = folder / f"{name}.safetensors"
         path.write_bytes(len(text).to_bytes(8, "little") + text)
 
 
-def test_bytes_on_the_wire_are_those_of_all_files_that_the_index_names(tmp_path: Path) -> None:
+def test_bytes_on_the_wire_are_those_of_all_files_that_the_index_names(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text("{}")
     write_tensors(tmp_path, a=[3, 4], b=[3])
     assert wire_bytes(config_of(tmp_path)) == 2 * 15
@@ -127,7 +142,9 @@ def test_a_layer_that_drafts_is_on_the_wire(tmp_path: Path) -> None:
     assert wire_bytes(drafting) == before + 2 * (4 * 8 + 4 * 4 * 4 + 3 * 4 * 8)
 
 
-def test_a_layer_that_predicts_further_tokens_is_not_on_the_wire(tmp_path: Path) -> None:
+def test_a_layer_that_predicts_further_tokens_is_not_on_the_wire(
+    tmp_path: Path,
+) -> None:
     values = {"architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 1}
     (tmp_path / "config.json").write_text(json.dumps(values))
     write_tensors(tmp_path, **{"model.norm.weight": [3], "mtp.norm.weight": [7]})

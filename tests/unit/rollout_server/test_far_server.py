@@ -20,7 +20,9 @@ SERVING = fleet_pb2.PUBLISH_PHASE_SERVING
 
 @pytest.fixture
 def config(config: Config, tmp_path: Path) -> Config:
-    weights = config.weights.model_copy(update={"storage_url": str(tmp_path / "storage")})
+    weights = config.weights.model_copy(
+        update={"storage_url": str(tmp_path / "storage")}
+    )
     return config.model_copy(update={"weights": weights})
 
 
@@ -28,7 +30,10 @@ def order_of(publish_id: str, step: int) -> weights_pb2.PublishOrder:
     where = weights_pb2.Communicator(communicator_id=publish_id, transport="storage")
     version = version_to_pb(PolicyVersion(0, step))
     return weights_pb2.PublishOrder(
-        publish_id=publish_id, version=version, communicator=where, new_communicator=True
+        publish_id=publish_id,
+        version=version,
+        communicator=where,
+        new_communicator=True,
     )
 
 
@@ -37,7 +42,9 @@ async def serve_stored(connection, step, manifest, digests=DIGESTS):
     publish_id = f"s{step}"
     version = version_to_pb(PolicyVersion(0, step))
     connection.send(
-        prepare=fleet_pb2.PreparePublish(publish_id=publish_id, version=version, stored=manifest)
+        prepare=fleet_pb2.PreparePublish(
+            publish_id=publish_id, version=version, stored=manifest
+        )
     )
     await connection.publish_phase(publish_id, READY)
     connection.send(receive=fleet_pb2.ReceiveWeights(order=order_of(publish_id, step)))
@@ -78,7 +85,9 @@ async def test_a_server_serves_its_groups_while_it_fetches(
     gate = threading.Event()
     async with start_server(config) as server:
         connection = await server.join(step=None)
-        await serve_stored(connection, 1, versions.write(1, first_content(), whole=True))
+        await serve_stored(
+            connection, 1, versions.write(1, first_content(), whole=True)
+        )
 
         def slow(*arguments):
             gate.wait(LIMIT_S)
@@ -97,14 +106,18 @@ async def test_a_server_serves_its_groups_while_it_fetches(
         await connection.publish_phase("s2", READY)
 
 
-async def test_a_server_says_what_it_could_not_fetch_and_serves_on(start_server, config, tmp_path):
+async def test_a_server_says_what_it_could_not_fetch_and_serves_on(
+    start_server, config, tmp_path
+):
     versions = StoredVersions(str(tmp_path / "storage"))
     async with start_server(config) as server:
         connection = await server.join(step=None)
         stored = versions.write(1, first_content(), whole=True)
         await serve_stored(connection, 1, stored)
         stored.key = "run/nowhere/manifest"
-        connection.send(prepare=fleet_pb2.PreparePublish(publish_id="s2", stored=stored))
+        connection.send(
+            prepare=fleet_pb2.PreparePublish(publish_id="s2", stored=stored)
+        )
         report = await connection.publish_phase("s2", FAILED)
         assert "could not read run/nowhere/manifest" in report.message
         connection.lease("g1")

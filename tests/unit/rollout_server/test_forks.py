@@ -46,7 +46,11 @@ uvloop.run(main())
 
 def test_grpc_does_nothing_in_the_forks_of_the_server() -> None:
     # The tests' own process is told by the package already.
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("GRPC_")
+    }
     done = completed([sys.executable, "-c", PROGRAM], check=True, env=environ)
     assert done.stdout == "{0: 25}\n"
     assert "fork() handlers" not in done.stderr, done.stderr[-500:]

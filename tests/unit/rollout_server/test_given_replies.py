@@ -26,7 +26,9 @@ def demonstrations(folder: Path, *turns: tuple[str, str]) -> Demonstrations:
     return Demonstrations(str(path))
 
 
-async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(server, tmp_path):
+async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(
+    server, tmp_path
+):
     server.fleet.serve(demonstrations(tmp_path, ("a b", "b a"), ("c", "c")))
     connection = await server.leased(step=5, members=[0])
     (trajectory,) = await server.fleet.wait_trajectories(1)
@@ -43,14 +45,18 @@ async def test_the_replies_of_a_file_are_taken_as_if_they_had_been_sampled(serve
     assert (beat.generated_tokens, beat.ended_tokens) == (5, 5)
 
 
-async def test_a_given_reply_is_cut_at_the_limit_like_any_other(server, tmp_path: Path) -> None:
+async def test_a_given_reply_is_cut_at_the_limit_like_any_other(
+    server, tmp_path: Path
+) -> None:
     server.fleet.serve(demonstrations(tmp_path, ("a", "a b c a b c")))
     (trajectory,) = await server.played()
     assert trajectory.token_ids.tolist() == [1, A, 3, A, B, C, A]
     assert (trajectory.status, trajectory.max_reply_tokens) == (Status.TRUNCATED, 0)
 
 
-async def test_a_limit_of_the_environment_goes_with_its_episodes(server, tmp_path: Path) -> None:
+async def test_a_limit_of_the_environment_goes_with_its_episodes(
+    server, tmp_path: Path
+) -> None:
     environment = demonstrations(tmp_path, ("a", "a b c"))
     environment.max_reply_tokens = 2
     environment.expected_answer = "a b"
@@ -78,11 +84,16 @@ async def test_an_episode_of_given_and_sampled_replies_fails(server) -> None:
     server.fleet.serve(HalfGiven())
     (trajectory,) = await server.played(max_attempts=1)
     assert trajectory.failure.kind is FailureKind.ENVIRONMENT
-    assert trajectory.failure.message == "an environment gives all replies of an episode, or none"
+    assert (
+        trajectory.failure.message
+        == "an environment gives all replies of an episode, or none"
+    )
 
 
 @pytest.mark.parametrize(("reply", "shown"), [("", "''"), (3, "3")])
-async def test_a_reply_that_is_no_text_is_refused(server, reply: object, shown: str) -> None:
+async def test_a_reply_that_is_no_text_is_refused(
+    server, reply: object, shown: str
+) -> None:
     class Wrong(HalfGiven):
         def reset(self, task: int) -> ResetResult:
             return ResetResult([Message("user", "a")], reply=reply)  # type: ignore[arg-type]

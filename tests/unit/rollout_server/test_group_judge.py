@@ -227,7 +227,9 @@ async def test_members_that_failed_are_left_out_and_come_behind(server) -> None:
     assert len(episodes) == 2
 
 
-async def test_a_cancel_while_the_judge_thinks_gives_the_whole_group_back(server) -> None:
+async def test_a_cancel_while_the_judge_thinks_gives_the_whole_group_back(
+    server,
+) -> None:
     environment = Silent()
     server.fleet.serve(environment)
     connection = await server.leased(members=[0, 1])

@@ -4,7 +4,13 @@ import subprocess
 import sys
 
 import pytest
-from slipstream.core.errors import FAILED, NOT_STARTED, USAGE_ERROR, ConfigError, RunFailed
+from slipstream.core.errors import (
+    FAILED,
+    NOT_STARTED,
+    USAGE_ERROR,
+    ConfigError,
+    RunFailed,
+)
 from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.machine.process import kernel_oom_kills
 from slipstream.rollout_server.__main__ import report
@@ -84,7 +90,9 @@ def test_a_signal_to_the_engine_is_none_to_the_server() -> None:
 def test_the_death_of_an_engine_is_told_with_a_memory_that_was_full() -> None:
     now = kernel_oom_kills()
     gone = str(EngineDeadError())
-    ended = "vLLM's engine process has ended: by the error above in the log, or by a signal"
+    ended = (
+        "vLLM's engine process has ended: by the error above in the log, or by a signal"
+    )
     assert describe_engine_death(gone, oom_kills=now) == ended
     assert describe_engine_death("no answer", oom_kills=now) == "no answer"
     # The kernel seems to have ended a process since the start.
@@ -106,24 +114,40 @@ ON_GPU = False
         ({}, ON_GPU, {"OMP_NUM_THREADS": None, "VLLM_BATCH_INVARIANT": None}),
         ({"rollout_server": {"threads": 3}}, ON_CPU, {"OMP_NUM_THREADS": "3"}),
         ({"rollout_server": {"threads": 3}}, ON_GPU, {"OMP_NUM_THREADS": None}),
-        ({"rollout_server": {"enforce_eager": False}}, ON_CPU, {"TORCHDYNAMO_DISABLE": None}),
+        (
+            {"rollout_server": {"enforce_eager": False}},
+            ON_CPU,
+            {"TORCHDYNAMO_DISABLE": None},
+        ),
         # Engines with the learner's bits never split a row.
         ({"algorithm": {"agreement": "bits"}}, ON_CPU, {"VLLM_CPU_ATTN_SPLIT_KV": "0"}),
         ({"algorithm": {"agreement": "bits"}}, ON_GPU, {"VLLM_BATCH_INVARIANT": "1"}),
         # Products of float32 keep their bits on a GPU.
         ({"model": {"path": "model", "dtype": "float32"}}, ON_GPU, ALL_BITS),
-        ({"model": {"path": "model", "dtype": "float32"}}, ON_CPU, dict.fromkeys(ALL_BITS)),
-        ({"model": {"path": "model", "dtype": "bfloat16"}}, ON_GPU, dict.fromkeys(ALL_BITS)),
+        (
+            {"model": {"path": "model", "dtype": "float32"}},
+            ON_CPU,
+            dict.fromkeys(ALL_BITS),
+        ),
+        (
+            {"model": {"path": "model", "dtype": "bfloat16"}},
+            ON_GPU,
+            dict.fromkeys(ALL_BITS),
+        ),
     ],
 )
-def test_the_engine_is_told_what_follows_from_the_settings(settings, on_cpu, told) -> None:
+def test_the_engine_is_told_what_follows_from_the_settings(
+    settings, on_cpu, told
+) -> None:
     variables = engine_environment(small_config(**settings), on_cpu=on_cpu)
     assert {name: variables.get(name) for name in told} == told
     # A pause is heard of between the outputs that it hands out.
     assert int(variables["VLLM_V1_OUTPUT_PROC_CHUNK_SIZE"]) < 128
 
 
-@pytest.mark.parametrize(("port", "kept"), [("tcp://10.0.0.1:8000", None), ("8000", "8000")])
+@pytest.mark.parametrize(
+    ("port", "kept"), [("tcp://10.0.0.1:8000", None), ("8000", "8000")]
+)
 def test_an_address_of_kubernetes_is_no_port_of_vllm(monkeypatch, port, kept) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.environ", {**os.environ, "VLLM_PORT": port})
@@ -135,24 +159,40 @@ def test_an_address_of_kubernetes_is_no_port_of_vllm(monkeypatch, port, kept) ->
 @pytest.mark.parametrize(
     ("name", "wrong", "right", "cause"),
     [
-        ("VLLM_CPU_KVCACHE_SPACE", "lots", "1", "invalid literal for int() with base 10: 'lots'"),
+        (
+            "VLLM_CPU_KVCACHE_SPACE",
+            "lots",
+            "1",
+            "invalid literal for int() with base 10: 'lots'",
+        ),
         ("VLLM_LOGGING_LEVEL", "LOUD", "debug", "Unknown level: 'LOUD'"),
-        ("VLLM_WORKER_MULTIPROC_METHOD", "thread", "fork", "Invalid value 'thread' for "),
+        (
+            "VLLM_WORKER_MULTIPROC_METHOD",
+            "thread",
+            "fork",
+            "Invalid value 'thread' for ",
+        ),
         # The variable's reader looks for another one in vLLM's own module, and is left out.
         ("VLLM_DP_RANK_LOCAL", None, "0", ""),
     ],
 )
-def test_a_variable_that_vllm_cannot_read_is_named(monkeypatch, name, wrong, right, cause) -> None:
+def test_a_variable_that_vllm_cannot_read_is_named(
+    monkeypatch, name, wrong, right, cause
+) -> None:
     monkeypatch.setenv(name, right)
     assert [*variable_problems()] == []
     if wrong is not None:
         monkeypatch.setenv(name, wrong)
         (problem,) = variable_problems()
-        assert problem.startswith(f"the environment variable {name}, which vLLM reads, is wrong: ")
+        assert problem.startswith(
+            f"the environment variable {name}, which vLLM reads, is wrong: "
+        )
         assert cause in problem
 
 
-def test_a_variable_whose_reader_looks_something_up_is_named(tmp_path, monkeypatch) -> None:
+def test_a_variable_whose_reader_looks_something_up_is_named(
+    tmp_path, monkeypatch
+) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm/__init__.py").touch()
     text = "environment_variables = {'VLLM_KIND': lambda: {'a': 1}['b']}"
@@ -160,7 +200,9 @@ def test_a_variable_whose_reader_looks_something_up_is_named(tmp_path, monkeypat
     spec_from_file_location = importlib.util.spec_from_file_location(
         "vllm", tmp_path / "vllm/__init__.py"
     )
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec_from_file_location)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: spec_from_file_location
+    )
     monkeypatch.setenv("VLLM_KIND", "b")
     message = "the environment variable VLLM_KIND, which vLLM reads, is wrong: 'b'"
     assert [*variable_problems()] == [message]
@@ -168,16 +210,25 @@ def test_a_variable_whose_reader_looks_something_up_is_named(tmp_path, monkeypat
 
 def test_vllm_logs_at_the_users_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_LOGGING_LEVEL", raising=False)
-    assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "WARNING"
+    assert (
+        engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"]
+        == "WARNING"
+    )
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
-    assert engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert (
+        engine_environment(small_config(), on_cpu=True)["VLLM_LOGGING_LEVEL"] == "INFO"
+    )
 
 
-def test_only_wrong_settings_alone_keep_a_server_from_being_started_again(capsys) -> None:
+def test_only_wrong_settings_alone_keep_a_server_from_being_started_again(
+    capsys,
+) -> None:
     wrong_setting = ConfigError("queue.kind")
     other_cause = RunFailed("no disk")
     assert report(BaseExceptionGroup("", [wrong_setting])) == USAGE_ERROR
-    group = BaseExceptionGroup("", [wrong_setting, BaseExceptionGroup("", [other_cause])])
+    group = BaseExceptionGroup(
+        "", [wrong_setting, BaseExceptionGroup("", [other_cause])]
+    )
     assert report(group) == FAILED
     assert capsys.readouterr().err.splitlines() == [
         "slipstream: queue.kind",

@@ -23,7 +23,11 @@ from slipstream.rollout_server.episodes import dispatcher
 from slipstream.rollout_server.episodes.play import ServiceFailed
 from slipstream.rollout_server.episodes.renderer import Renderer
 from slipstream.v1 import fleet_pb2, trajectory_pb2
-from support.fakes.reference_endpoint import VOCAB, ReferenceEndpoint, reference_endpoint
+from support.fakes.reference_endpoint import (
+    VOCAB,
+    ReferenceEndpoint,
+    reference_endpoint,
+)
 from support.rigs.waiting import LIMIT_S, until
 
 
@@ -54,7 +58,10 @@ ONE = scored([1, 4], [0, 1])
 
 
 async def ask(
-    settings: ReferenceServerSection, *sequences: ScoredSequence, top_k: int = 3, retries: int = 5
+    settings: ReferenceServerSection,
+    *sequences: ScoredSequence,
+    top_k: int = 3,
+    retries: int = 5,
 ) -> Any:
     server = ReferenceServer(
         settings, top_k=top_k, vocab_size=VOCAB, max_tokens=64, max_retries=retries
@@ -82,18 +89,24 @@ async def test_the_sampled_tokens_of_all_sequences_come_back_in_order(endpoint) 
 
 async def test_a_likely_token_that_was_sampled_counts_as_both(endpoint) -> None:
     references = await ask(section(endpoint), scored([9, 2], [0, 1]))
-    assert references.top_ids.tolist() == [[2, 1, 3]] or references.top_ids.tolist() == [[1, 2, 3]]
+    assert references.top_ids.tolist() == [
+        [2, 1, 3]
+    ] or references.top_ids.tolist() == [[1, 2, 3]]
     assert references.logprobs.tolist() == pytest.approx([-1.4])
 
 
-async def test_without_likely_tokens_only_the_sampled_ones_are_asked_for(endpoint) -> None:
+async def test_without_likely_tokens_only_the_sampled_ones_are_asked_for(
+    endpoint,
+) -> None:
     references = await ask(section(endpoint), ONE, top_k=0)
     assert references.logprobs.tolist() == [-5.0]
     assert references.top_ids.shape == references.top_logprobs.shape == (1, 0)
     assert endpoint.asked[0]["prompt_logprobs"] == 0
 
 
-async def test_no_proxy_of_the_machine_is_asked_for_a_server_on_loopback(endpoint, monkeypatch):
+async def test_no_proxy_of_the_machine_is_asked_for_a_server_on_loopback(
+    endpoint, monkeypatch
+):
     """It would not find the server, and read the texts and the key."""
     with reference_endpoint() as proxy:
         for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
@@ -110,7 +123,9 @@ async def test_a_call_is_repeated_and_then_given_up(endpoint) -> None:
     await ask(section(endpoint), ONE, retries=2)
     assert len(endpoint.asked) == 3
     endpoint.answers = [busy, busy]
-    with pytest.raises(ServiceFailed, match="the reference model teacher at http.*no engine"):
+    with pytest.raises(
+        ServiceFailed, match="the reference model teacher at http.*no engine"
+    ):
         await ask(section(endpoint), ONE, retries=1)
 
 
@@ -123,7 +138,10 @@ async def test_an_answer_that_is_too_long_is_not_read_to_its_end(endpoint) -> No
 async def test_no_more_calls_are_open_than_allowed(endpoint) -> None:
     endpoint.hold.clear()
     asking = asyncio.create_task(
-        ask(section(endpoint), *[scored([1, number], [0, 1]) for number in range(MAX_OPEN + 4)])
+        ask(
+            section(endpoint),
+            *[scored([1, number], [0, 1]) for number in range(MAX_OPEN + 4)],
+        )
     )
     async with asyncio.timeout(LIMIT_S):
         await until(lambda: endpoint.open >= MAX_OPEN)
@@ -141,7 +159,8 @@ def without_token(rows: list[Any]) -> list[Any]:
 
 def logits(rows: list[Any]) -> list[Any]:
     return [
-        row and {name: {**entry, "logprob": 3.5} for name, entry in row.items()} for row in rows
+        row and {name: {**entry, "logprob": 3.5} for name, entry in row.items()}
+        for row in rows
     ]
 
 
@@ -151,7 +170,9 @@ def other_vocabulary(rows: list[Any]) -> list[Any]:
 
 def beyond(rows: list[Any]) -> list[Any]:
     return [
-        row and {str(int(name) + 31): entry for name, entry in row.items()} | {"4": row["4"]}
+        row
+        and {str(int(name) + 31): entry for name, entry in row.items()}
+        | {"4": row["4"]}
         for row in rows
     ]
 
@@ -162,14 +183,19 @@ def beyond(rows: list[Any]) -> list[Any]:
         (lambda rows: rows[:-1], "must give prompt_logprobs of 2 tokens, got 1"),
         (lambda rows: None, "must give prompt_logprobs of 2 tokens, got none"),
         (without_token, "must give the token and 3 likely ones at each position"),
-        (lambda rows: [None, {}], "must give the token and 3 likely ones at each position"),
+        (
+            lambda rows: [None, {}],
+            "must give the token and 3 likely ones at each position",
+        ),
         (lambda rows: ["x"], "gave no completion"),
         (logits, "must run with --logprobs-mode raw_logprobs: .* is 3.5, above 0"),
         (other_vocabulary, "must give the token and 3 likely ones"),
         (beyond, "names token 34, outside the vocabulary of 32"),
     ],
 )
-async def test_an_answer_that_cannot_serve_is_no_answer(endpoint, change, cause: str) -> None:
+async def test_an_answer_that_cannot_serve_is_no_answer(
+    endpoint, change, cause: str
+) -> None:
     endpoint.change = change
     with pytest.raises(ServiceFailed, match=cause):
         await ask(section(endpoint), ONE)
@@ -182,11 +208,15 @@ async def test_a_key_is_read_from_its_file(endpoint, tmp_path: Path) -> None:
     assert endpoint.keys == ["Bearer secret"]
     for text, cause in (("", "is empty"), (None, "cannot be read")):
         key.write_text(text) if text is not None else key.unlink()
-        with pytest.raises(ConfigError, match=f"reference.server.api_key_file .* {cause}"):
+        with pytest.raises(
+            ConfigError, match=f"reference.server.api_key_file .* {cause}"
+        ):
             await ask(section(endpoint, api_key_file=str(key)), ONE)
 
 
-async def test_episodes_carry_what_the_reference_says(config, endpoint, start_server) -> None:
+async def test_episodes_carry_what_the_reference_says(
+    config, endpoint, start_server
+) -> None:
     async with start_server(with_server(config, section(endpoint))) as server:
         server.fleet.client.turns = 2
         connection = await server.leased(members=[0])
@@ -203,7 +233,9 @@ async def test_episodes_carry_what_the_reference_says(config, endpoint, start_se
     assert len(trained.reference.logprobs) == trained.num_sampled_tokens
     assert judged.status is Status.COMPLETED
     assert judged.reference is None
-    assert [request["prompt"] for request in endpoint.asked] == [trained.token_ids.tolist()]
+    assert [request["prompt"] for request in endpoint.asked] == [
+        trained.token_ids.tolist()
+    ]
 
 
 async def test_an_episode_whose_reference_fails_has_failed(
@@ -214,7 +246,10 @@ async def test_an_episode_whose_reference_fails_has_failed(
     settings = with_server(config, section(endpoint))
     async with start_server(settings) as server:
         failed, good = await server.played(2, max_attempts=2)
-    assert (failed.status, failed.failure.kind) == (Status.FAILED, FailureKind.INFRASTRUCTURE)
+    assert (failed.status, failed.failure.kind) == (
+        Status.FAILED,
+        FailureKind.INFRASTRUCTURE,
+    )
     assert "the reference model teacher at http" in failed.failure.message
     assert "too long" in failed.failure.message
     assert (failed.reward, failed.reference, failed.will_retry) == (0.0, None, True)
@@ -224,7 +259,9 @@ async def test_an_episode_whose_reference_fails_has_failed(
     assert good.reference is not None
 
 
-async def test_a_cancelled_episode_does_not_wait_for_the_reference(config, endpoint, start_server):
+async def test_a_cancelled_episode_does_not_wait_for_the_reference(
+    config, endpoint, start_server
+):
     endpoint.hold.clear()
     async with start_server(with_server(config, section(endpoint))) as server:
         connection = await server.leased(members=[0])
@@ -243,7 +280,9 @@ def checked(config: Config, endpoint: ReferenceEndpoint, renderer: Renderer) -> 
     return with_server(config, section(endpoint))
 
 
-async def test_a_server_with_the_models_tokenizer_passes(endpoint, checked: Config) -> None:
+async def test_a_server_with_the_models_tokenizer_passes(
+    endpoint, checked: Config
+) -> None:
     await check_reference_server(checked)
 
 
@@ -262,21 +301,43 @@ async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_p
 @pytest.mark.parametrize(
     ("served", "asked", "said"),
     [
-        ({"max_model_len": 32}, {}, "^reference.server: the .* = 33 tokens, got max_model_len 32"),
-        ({}, {"model": "student"}, "^reference.server.model must be one .*, got student"),
         (
-            {"answers": [(400, {"error": {"message": "greater than max allowed: 20"}})]},
+            {"max_model_len": 32},
+            {},
+            "^reference.server: the .* = 33 tokens, got max_model_len 32",
+        ),
+        (
+            {},
+            {"model": "student"},
+            "^reference.server.model must be one .*, got student",
+        ),
+        (
+            {
+                "answers": [
+                    (400, {"error": {"message": "greater than max allowed: 20"}})
+                ]
+            },
             {},
             "^reference.server: .*greater than max allowed: 20",
         ),
         *(
-            ({"reply": lambda path, body, form=form: (200, form)}, {}, "failed: (Attrib|Type)")
+            (
+                {"reply": lambda path, body, form=form: (200, form)},
+                {},
+                "failed: (Attrib|Type)",
+            )
             for form in ([], {"data": 5}, {"data": [5]})
         ),
-        ({}, {"base_url": "http://127.0.0.1:9/v1"}, "^reference.server: .* failed: APIConnectionE"),
+        (
+            {},
+            {"base_url": "http://127.0.0.1:9/v1"},
+            "^reference.server: .* failed: APIConnectionE",
+        ),
     ],
 )
-async def test_a_server_that_cannot_serve_is_refused(endpoint, checked, served, asked, said):
+async def test_a_server_that_cannot_serve_is_refused(
+    endpoint, checked, served, asked, said
+):
     for name, value in served.items():
         setattr(endpoint, name, value)
     changed = with_server(checked, checked.reference.server.model_copy(update=asked))

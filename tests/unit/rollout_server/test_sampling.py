@@ -34,7 +34,10 @@ def test_every_setting_of_the_sampling_reaches_the_engine_under_its_name() -> No
     assert sampling.seed is None
     message.adapter = "math"
     message.seed = 0
-    assert (Sampling.from_pb(message).adapter, Sampling.from_pb(message).seed) == ("math", 0)
+    assert (Sampling.from_pb(message).adapter, Sampling.from_pb(message).seed) == (
+        "math",
+        0,
+    )
     for name in names - other_fields:
         assert getattr(sampling, name) == getattr(section, name), name
 
@@ -43,7 +46,9 @@ def test_each_setting_of_what_is_drawn_is_the_learners_too_or_known_to_cut() -> 
     uncut = SamplingSection(max_reply_tokens=8, max_episode_tokens=32)
     assert not uncut.cuts
     for name, value in {"top_p": 0.5, "top_k": 3, "min_p": 0.1}.items():
-        section = SamplingSection(max_reply_tokens=8, max_episode_tokens=32, **{name: value})
+        section = SamplingSection(
+            max_reply_tokens=8, max_episode_tokens=32, **{name: value}
+        )
         assert section.cuts == {f"sampling.{name}": (value, getattr(uncut, name))}
         assert Sampling.from_pb(section.to_pb()).cuts
     assert not Sampling.from_pb(uncut.to_pb()).cuts
@@ -64,14 +69,18 @@ def test_each_setting_of_what_is_drawn_is_the_learners_too_or_known_to_cut() -> 
         ({}, MAX_KEPT_TOKENS, False),
     ],
 )
-def test_kept_tokens_are_recorded_where_all_sets_fit(settings, vocabulary, is_recorded) -> None:
+def test_kept_tokens_are_recorded_where_all_sets_fit(
+    settings, vocabulary, is_recorded
+) -> None:
     section = SamplingSection(max_reply_tokens=8, max_episode_tokens=32, **settings)
     sampling = Sampling.from_pb(section.to_pb())
     assert sampling.fits_a_record(vocabulary) == is_recorded
 
 
 @pytest.mark.process
-def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_place() -> None:
+def test_settings_of_what_is_drawn_reach_vllm_and_the_rule_for_agents_from_one_place() -> (
+    None
+):
     pytest.importorskip("vllm")
     from slipstream.rollout_server.vllm.vllm_requests import parameters
 

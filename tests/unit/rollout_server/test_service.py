@@ -23,7 +23,9 @@ from support.rigs.waiting import LIMIT_S, until
 async def patient(start_server, config):
     """A server that lets what runs end when it is to leave."""
     settings = config.rollout_server.model_copy(update={"drain_timeout_s": 1000.0})
-    async with start_server(config=config.model_copy(update={"rollout_server": settings})) as found:
+    async with start_server(
+        config=config.model_copy(update={"rollout_server": settings})
+    ) as found:
         yield found
 
 
@@ -41,7 +43,9 @@ def by_member(trajectories):
 
 
 def limits_of(**changes) -> fleet_pb2.SamplingSettings:
-    return fleet_pb2.SamplingSettings(temperature=1, top_p=1, max_reply_tokens=4, **changes)
+    return fleet_pb2.SamplingSettings(
+        temperature=1, top_p=1, max_reply_tokens=4, **changes
+    )
 
 
 def receive(connection, publish_id: str = "p", **order) -> None:
@@ -50,7 +54,9 @@ def receive(connection, publish_id: str = "p", **order) -> None:
     connection.send(receive=fleet_pb2.ReceiveWeights(order=order_told))
 
 
-def answers(server, message: env_pb.WorkerMessage, *, to: str = "step", of: str = "") -> None:
+def answers(
+    server, message: env_pb.WorkerMessage, *, to: str = "step", of: str = ""
+) -> None:
     """Has the environment answer such calls so; `of` begins the keys of their episodes."""
     server.fleet.client.answer_instead = lambda command: (
         env_pb.WorkerMessage.FromString(message.SerializeToString())
@@ -60,14 +66,18 @@ def answers(server, message: env_pb.WorkerMessage, *, to: str = "step", of: str 
 
 
 def failure(message: str, kind: int = 0) -> env_pb.WorkerMessage:
-    return env_pb.WorkerMessage(failure=trajectory_pb2.Failure(kind=kind, message=message))
+    return env_pb.WorkerMessage(
+        failure=trajectory_pb2.Failure(kind=kind, message=message)
+    )
 
 
 def asked(text: str) -> list[env_pb.ChatMessage]:
     return [env_pb.ChatMessage(role="user", content=text)]
 
 
-async def test_a_server_says_what_its_environment_tells_nccl(start_server, monkeypatch) -> None:
+async def test_a_server_says_what_its_environment_tells_nccl(
+    start_server, monkeypatch
+) -> None:
     monkeypatch.setenv("NCCL_PROTO", "Simple")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     async with start_server() as server:
@@ -129,7 +139,11 @@ async def test_a_reply_that_stopped_at_no_end_is_counted(server) -> None:
 async def test_the_hello_says_what_the_server_has_room_for(server, config) -> None:
     connection = await server.join(step=None)
     hello = connection.hello
-    assert (hello.server_id, hello.max_episodes, hello.engine_workers) == ("server-0", 8, 1)
+    assert (hello.server_id, hello.max_episodes, hello.engine_workers) == (
+        "server-0",
+        8,
+        1,
+    )
     assert hello.max_model_len == 64
     assert hello.queue_bytes == config.queue.max_bytes
     assert hello.engine_settings == config.engine_settings != ""
@@ -149,7 +163,9 @@ async def test_later_turns_append_only_new_tokens(server) -> None:
     assert trajectory.reply_text == "f f f </s> c <reply> f f f </s>"
 
 
-async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(server) -> None:
+async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(
+    server,
+) -> None:
     server.engine.records_experts = True
     server.fleet.client.turns = 3
     (trajectory,) = await server.played()
@@ -162,7 +178,9 @@ async def test_the_experts_of_all_turns_are_recorded_once_for_each_token(server)
 
 async def test_experts_travel_only_where_they_may_be_trained(server) -> None:
     server.engine.records_experts = True
-    connection = await server.leased(members=[0], purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION)
+    connection = await server.leased(
+        members=[0], purpose=trajectory_pb2.EPISODE_PURPOSE_EVALUATION
+    )
     (judged,) = await server.fleet.wait_trajectories(1)
     answers(server, failure("broken"))
     connection.lease("g2", members=[0], max_attempts=1)
@@ -203,10 +221,15 @@ async def test_a_reply_at_its_limit_is_truncated_and_judged(server) -> None:
         ({"max_turns": 1, "max_episode_tokens": 5, "max_prompt_tokens": 4}, (4, 1)),
     ],
 )
-async def test_an_episode_ends_where_its_context_is_full(server, limits, run_lengths) -> None:
+async def test_an_episode_ends_where_its_context_is_full(
+    server, limits, run_lengths
+) -> None:
     server.fleet.client.turns = 100
     (trajectory,) = await server.played(sampling=limits_of(**limits))
-    assert (trajectory.status, trajectory.run_lengths) == (Status.TRUNCATED, run_lengths)
+    assert (trajectory.status, trajectory.run_lengths) == (
+        Status.TRUNCATED,
+        run_lengths,
+    )
     # The environment has judged all of it.
     assert trajectory.reward == len(run_lengths) / 2
 
@@ -246,14 +269,20 @@ async def test_a_text_that_cannot_fit_is_not_tokenized(server, call) -> None:
     # Tokenized it would fit: this tokenizer passes over white space.
     messages = asked("c" + " " * 9_999)
     if call == "reset":
-        message = env_pb.WorkerMessage(observation=env_pb.Observation(messages=messages))
+        message = env_pb.WorkerMessage(
+            observation=env_pb.Observation(messages=messages)
+        )
     else:
-        message = env_pb.WorkerMessage(verdict=env_pb.Verdict(reward=0.5, messages=messages))
+        message = env_pb.WorkerMessage(
+            verdict=env_pb.Verdict(reward=0.5, messages=messages)
+        )
     answers(server, message, to=call)
     (trajectory,) = await server.played()
     if call == "reset":
         assert trajectory.failure.kind is FailureKind.PROMPT_TOO_LONG
-        assert trajectory.failure.message.startswith("a prompt of 10000 characters leaves no room")
+        assert trajectory.failure.message.startswith(
+            "a prompt of 10000 characters leaves no room"
+        )
     else:
         assert (trajectory.status, trajectory.reward) == (Status.TRUNCATED, 0.5)
         assert trajectory.run_lengths == (4, 4)
@@ -280,7 +309,9 @@ async def test_failed_members_run_again_and_every_attempt_is_delivered(server) -
     trajectories = by_member(await server.fleet.wait_trajectories(4))
     report = await connection.wait_for("lease")
     assert report.next_attempt == 4
-    assert [(t.member, t.attempt, t.status.name, t.will_retry) for t in trajectories] == [
+    assert [
+        (t.member, t.attempt, t.status.name, t.will_retry) for t in trajectories
+    ] == [
         (0, 1, "COMPLETED", False),
         (1, 1, "FAILED", True),
         (1, 2, "FAILED", True),
@@ -291,7 +322,9 @@ async def test_failed_members_run_again_and_every_attempt_is_delivered(server) -
 
 
 async def test_a_bystander_runs_again_at_once_and_keeps_its_attempts(server) -> None:
-    ends = [trajectory_pb2.FAILURE_KIND_BYSTANDER] * 2 + [trajectory_pb2.FAILURE_KIND_ENVIRONMENT]
+    ends = [trajectory_pb2.FAILURE_KIND_BYSTANDER] * 2 + [
+        trajectory_pb2.FAILURE_KIND_ENVIRONMENT
+    ]
     remaining = list(ends)
 
     def lose(command):
@@ -379,7 +412,10 @@ def verdict(**fields) -> env_pb.WorkerMessage:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (verdict(reward=float("nan"), done=True), "the rewards of an episode add up to nan"),
+        (
+            verdict(reward=float("nan"), done=True),
+            "the rewards of an episode add up to nan",
+        ),
         (
             verdict(reward=1e308, messages=asked("c")),
             "the rewards of an episode add up to 1e+308, which must be between -1e+06 and 1e+06",
@@ -403,8 +439,12 @@ def verdict(**fields) -> env_pb.WorkerMessage:
         (failure("out of tasks", 42), "out of tasks"),
     ],
 )
-async def test_what_no_environment_may_answer_fails_its_episode_alone(server, answer, said):
-    answers(server, answer, to="step" if answer.HasField("verdict") else "reset", of="g1.")
+async def test_what_no_environment_may_answer_fails_its_episode_alone(
+    server, answer, said
+):
+    answers(
+        server, answer, to="step" if answer.HasField("verdict") else "reset", of="g1."
+    )
     connection = await server.leased(members=[0], max_attempts=1)
     (failed,) = await server.fleet.wait_trajectories(1)
     connection.lease("g2", members=[0])
@@ -425,10 +465,16 @@ async def test_a_cancelled_lease_delivers_what_was_sampled(server) -> None:
     assert (list(report.unfinished), report.next_attempt) == ([0, 1, 2, 3], 1)
     assert {t.status for t in trajectories} == {Status.CANCELLED}
     assert {t.run_lengths for t in trajectories} == {(4, 2)}
-    assert (beat.generated_tokens, beat.ended_tokens, beat.in_flight_tokens) == (8, 8, 0)
+    assert (beat.generated_tokens, beat.ended_tokens, beat.in_flight_tokens) == (
+        8,
+        8,
+        0,
+    )
 
 
-async def test_members_that_could_not_start_before_their_lease_ended_are_unfinished(server) -> None:
+async def test_members_that_could_not_start_before_their_lease_ended_are_unfinished(
+    server,
+) -> None:
     server.engine.limit = 1
     connection = await server.join()
     for number in range(3):
@@ -460,11 +506,16 @@ async def test_an_episode_whose_client_was_lost_begins_again_when_that_is_back(
         await connection.wait_for("heartbeat", lambda beat: beat.uptime_s > seen + 0.3)
         server.fleet.client = client
         _, again = await server.fleet.wait_trajectories(2)
-    assert (trajectory.failure.kind, trajectory.will_retry) == (FailureKind.INFRASTRUCTURE, True)
+    assert (trajectory.failure.kind, trajectory.will_retry) == (
+        FailureKind.INFRASTRUCTURE,
+        True,
+    )
     assert again.status is Status.COMPLETED
 
 
-async def test_a_lease_that_is_taken_back_does_not_wait_for_a_lost_client(start_server) -> None:
+async def test_a_lease_that_is_taken_back_does_not_wait_for_a_lost_client(
+    start_server,
+) -> None:
     async with start_server() as server:
         server.fleet.client = None
         connection = await server.leased(members=[0], max_attempts=3)
@@ -475,7 +526,9 @@ async def test_a_lease_that_is_taken_back_does_not_wait_for_a_lost_client(start_
     assert len(server.fleet.trajectories) == 1
 
 
-async def test_a_failure_while_a_lease_ends_is_to_be_tried_again_elsewhere(server) -> None:
+async def test_a_failure_while_a_lease_ends_is_to_be_tried_again_elsewhere(
+    server,
+) -> None:
     server.engine.limit = 2
     connection = await server.join()
 
@@ -498,7 +551,9 @@ async def test_episodes_beyond_the_limit_wait(server) -> None:
     connection = await server.join()
     for number in range(3):
         connection.lease(f"g{number}")
-    beat = await connection.wait_for("heartbeat", lambda beat: beat.in_flight_tokens == 8)
+    beat = await connection.wait_for(
+        "heartbeat", lambda beat: beat.in_flight_tokens == 8
+    )
     assert (beat.open_episodes, beat.waiting_episodes) == (8, 4)
     server.engine.let_go()
     await server.fleet.wait_trajectories(12)
@@ -544,12 +599,16 @@ async def test_an_aborted_publish_leaves_it_stale_until_the_next(server) -> None
     assert trajectory.status is Status.COMPLETED
 
 
-async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once(server) -> None:
+async def test_a_publish_that_is_given_up_while_its_members_meet_is_left_at_once(
+    server,
+) -> None:
     connection = await server.join(step=5)
     server.engine.others_came.clear()
     receive(connection)
     await until(lambda: server.engine.prepared == "p")
-    connection.send(abort=fleet_pb2.AbortPublish(publish_id="p", reason="a member was lost"))
+    connection.send(
+        abort=fleet_pb2.AbortPublish(publish_id="p", reason="a member was lost")
+    )
     report = await connection.publish_phase("p", fleet_pb2.PUBLISH_PHASE_FAILED)
     assert report.message == "the publish was abandoned"
     server.engine.others_came.set()
@@ -582,7 +641,9 @@ async def test_a_server_that_loses_its_controller_waits_for_no_member(server) ->
 
 
 @pytest.mark.parametrize("moment", ["prepare_error", "weights_error"])
-async def test_a_failed_publish_is_reported_and_can_be_repeated(server, moment: str) -> None:
+async def test_a_failed_publish_is_reported_and_can_be_repeated(
+    server, moment: str
+) -> None:
     connection = await server.join(step=5)
     setattr(server.engine, moment, "a bucket did not arrive")
     receive(connection)
@@ -634,7 +695,9 @@ async def test_heartbeats_close_the_ledger_while_episodes_run(start_server) -> N
     beats = [m.heartbeat for m in connection.messages if m.HasField("heartbeat")]
     for report in beats:
         assert report.generated_tokens == report.in_flight_tokens + report.ended_tokens
-    assert beat.ended_tokens == sum(t.num_sampled_tokens for t in server.fleet.trajectories)
+    assert beat.ended_tokens == sum(
+        t.num_sampled_tokens for t in server.fleet.trajectories
+    )
     assert beat.busy_s > 0
 
 
@@ -649,7 +712,9 @@ async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(pati
     assert draining.reason == "it was told to stop"
     patient.engine.let_go()
     await patient.task
-    reports = {m.lease.group_id: m.lease for m in connection.messages if m.HasField("lease")}
+    reports = {
+        m.lease.group_id: m.lease for m in connection.messages if m.HasField("lease")
+    }
     # Eight episodes ran; the third group had not begun.
     assert {t.status for t in patient.fleet.trajectories} == {Status.COMPLETED}
     assert {t.group_id for t in patient.fleet.trajectories} == {"g0", "g1"}
@@ -658,7 +723,9 @@ async def test_a_server_that_is_told_to_stop_says_so_and_lets_what_runs_end(pati
     assert connection.messages[-1].HasField("drained")
 
 
-async def test_a_failed_attempt_on_a_server_that_drains_is_tried_again_elsewhere(patient) -> None:
+async def test_a_failed_attempt_on_a_server_that_drains_is_tried_again_elsewhere(
+    patient,
+) -> None:
     patient.engine.limit = 2
     connection = await patient.leased(members=[0])
     await patient.engine.wait_tokens(2)
@@ -686,13 +753,19 @@ async def test_the_controller_can_drain_a_server_at_once(patient) -> None:
 
 
 @pytest.mark.parametrize("run_stopped", [False, True])
-async def test_a_server_tells_whether_the_run_that_it_left_may_go_on(patient, run_stopped) -> None:
+async def test_a_server_tells_whether_the_run_that_it_left_may_go_on(
+    patient, run_stopped
+) -> None:
     connection = await patient.join()
-    connection.send(drain=fleet_pb2.Drain(reason="the run is over", run_stopped=run_stopped))
+    connection.send(
+        drain=fleet_pb2.Drain(reason="the run is over", run_stopped=run_stopped)
+    )
     assert await asyncio.wait_for(patient.task, LIMIT_S) == run_stopped
 
 
-async def test_a_server_that_was_stopped_itself_does_not_wait_for_the_run(patient) -> None:
+async def test_a_server_that_was_stopped_itself_does_not_wait_for_the_run(
+    patient,
+) -> None:
     patient.engine.limit = 2
     connection = await patient.leased()
     await patient.engine.wait_tokens(8)
@@ -724,7 +797,9 @@ async def test_a_server_leaves_though_the_controller_takes_nothing_any_more(
         for number in range(32):
             connection.lease(f"g{number}")
         # Sampled tokens of more trajectories than there is room for.
-        await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 4 * 4 * 32)
+        await connection.wait_for(
+            "heartbeat", lambda beat: beat.ended_tokens == 4 * 4 * 32
+        )
         if is_lost:
             connection.hang_up()
             await server.fleet.joined()
@@ -754,7 +829,9 @@ async def test_a_lost_stream_ends_what_runs_and_joins_in_a_new_epoch(server) -> 
 
 def waiting_streams() -> int:
     """The number of tasks of gRPC that wait for the next message on a stream, ended or not."""
-    return sum("_consume_request_iterator" in repr(task) for task in asyncio.all_tasks())
+    return sum(
+        "_consume_request_iterator" in repr(task) for task in asyncio.all_tasks()
+    )
 
 
 async def test_nothing_waits_on_a_stream_that_is_over(server) -> None:
@@ -779,18 +856,30 @@ async def test_nothing_waits_on_a_stream_that_is_over(server) -> None:
 
 def open_channels() -> dict[int, grpc.aio.Channel]:
     """The channels of gRPC that are not closed, by their addresses in memory."""
-    channels = [thing for thing in gc.get_objects() if issubclass(type(thing), grpc.aio.Channel)]
+    channels = [
+        thing for thing in gc.get_objects() if issubclass(type(thing), grpc.aio.Channel)
+    ]
     is_over = grpc.ChannelConnectivity.SHUTDOWN
-    return {id(channel): channel for channel in channels if channel.get_state() is not is_over}
+    return {
+        id(channel): channel
+        for channel in channels
+        if channel.get_state() is not is_over
+    }
 
 
 async def test_a_server_that_has_left_has_closed_its_channel(start_server) -> None:
     earlier = open_channels()
     async with start_server() as server:
         await server.join()
-        channels = [channel for place, channel in open_channels().items() if place not in earlier]
+        channels = [
+            channel
+            for place, channel in open_channels().items()
+            if place not in earlier
+        ]
         assert channels
-    assert all(channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in channels)
+    assert all(
+        channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN for channel in channels
+    )
 
 
 async def test_what_runs_may_end_while_the_controller_is_away(start_server) -> None:
@@ -815,12 +904,16 @@ async def test_a_server_that_joins_again_tells_what_it_has_finished_and_not_deli
         assert not connection.hello.undelivered
         for number in range(8):
             connection.lease(f"g{number}")
-        await connection.wait_for("heartbeat", lambda beat: beat.ended_tokens == 4 * 4 * 8)
+        await connection.wait_for(
+            "heartbeat", lambda beat: beat.ended_tokens == 4 * 4 * 8
+        )
         connection.hang_up()
         again = await server.fleet.joined()
     # Trajectories for which there is no room are among them.
     group_ids = {name.rsplit(".", 2)[0] for name in again.hello.undelivered}
-    assert group_ids == {f"g{number}.{member}" for number in range(8) for member in range(4)}
+    assert group_ids == {
+        f"g{number}.{member}" for number in range(8) for member in range(4)
+    }
 
 
 async def test_the_death_of_the_engine_ends_the_server_with_its_cause(server) -> None:
@@ -862,7 +955,9 @@ async def test_no_count_lacks_the_episodes_that_end_with_their_engine(server) ->
     before = len(connection.messages)
     await until(lambda: len(connection.messages) > before + 3)
     released.set()
-    for beat in (m.heartbeat for m in connection.messages[before:] if m.HasField("heartbeat")):
+    for beat in (
+        m.heartbeat for m in connection.messages[before:] if m.HasField("heartbeat")
+    ):
         assert (beat.ended_episodes, beat.sent.trajectories) == (0, 0)
         assert (beat.generated_tokens, beat.in_flight_tokens) == (8, 8)
     with pytest.raises(ExceptionGroup):
@@ -885,7 +980,8 @@ async def test_a_controller_that_does_not_answer_is_told_with_its_address(
         network.page = bytes.fromhex("000000040000000000")
         async with start_server(at=network.address) as server:
             message = (
-                f"no welcome from the controller at {network.address} yet: no answer within 1 s"
+                f"no welcome from the controller at {network.address} yet: no answer "
+                f"within 1 s"
             )
             await until(lambda: message in caplog.text)
             network.target = server.fleet.address

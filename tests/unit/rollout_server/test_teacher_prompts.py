@@ -55,14 +55,18 @@ async def test_a_teacher_reads_its_own_prompt_before_the_same_reply(server) -> N
     assert teacher_prompt.tolist() == [BEGIN, A, B, C, REPLY]
 
 
-async def test_what_came_of_a_reply_takes_the_place_of_what_a_teacher_read_before(server) -> None:
+async def test_what_came_of_a_reply_takes_the_place_of_what_a_teacher_read_before(
+    server,
+) -> None:
     server.fleet.serve(Taught(at_reset="a b c", at_step="c"))
     (trajectory,) = await server.played(has_reference=True)
     teacher_prompt = unpack_tokens(trajectory.teacher_prompt)
     assert teacher_prompt.tolist() == [BEGIN, C, REPLY]
 
 
-async def test_without_messages_for_it_a_teacher_reads_what_the_policy_reads(server) -> None:
+async def test_without_messages_for_it_a_teacher_reads_what_the_policy_reads(
+    server,
+) -> None:
     server.fleet.serve(Taught())
     (trajectory,) = await server.played(has_reference=True)
     assert trajectory.status is Status.COMPLETED

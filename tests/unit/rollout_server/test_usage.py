@@ -77,11 +77,19 @@ def test_tokens_inside_the_engine_are_in_flight() -> None:
     counters.open_episodes += 1
     counters.sampled(4)
     report = counters.report(use(107, 104, 1), sent=NOTHING, queued_bytes=0)
-    assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 7, 0)
+    assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (
+        7,
+        7,
+        0,
+    )
     counters.sampled(3)
     counters.ended(7)
     report = counters.report(use(107, 107, 0), sent=NOTHING, queued_bytes=0)
-    assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (7, 0, 7)
+    assert (report.generated_tokens, report.in_flight_tokens, report.ended_tokens) == (
+        7,
+        0,
+        7,
+    )
 
 
 def test_a_token_that_went_astray_shows_when_the_engine_is_quiet() -> None:
@@ -111,18 +119,24 @@ def test_tokens_that_the_engine_returns_before_it_counts_them_are_not_twice(
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_tokens_that_the_engine_never_counts_show_when_its_counters_stand(is_last: bool) -> None:
+def test_tokens_that_the_engine_never_counts_show_when_its_counters_stand(
+    is_last: bool,
+) -> None:
     counters = EpochCounters(use(0, 0, 0))
     counters.open_episodes += 1
     counters.sampled(5)
     counters.ended(5)
     if not is_last:
         counters.report(use(3, 5, 0), sent=NOTHING, queued_bytes=0)
-    report = counters.report(use(3, 5, 0), sent=NOTHING, queued_bytes=0, is_last=is_last)
+    report = counters.report(
+        use(3, 5, 0), sent=NOTHING, queued_bytes=0, is_last=is_last
+    )
     assert astray(report) == -2
 
 
-def test_memory_is_measured_again_after_five_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_measured_again_after_five_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     sizes = {os.getpid(): 1, 11: 20, 12: 3000}
     monkeypatch.setattr(process, "resident_bytes", lambda each: sizes[each.pid])
     counters = EpochCounters(use(0, 0, 0))

@@ -94,7 +94,10 @@ class Rig:
         version = version_to_pb(PolicyVersion(0, 1))
         self.order(
             commit=fleet_pb2.CommitPublish(
-                publish_id=publish_id, version=version, bucket_digests=DIGESTS, probe=probe
+                publish_id=publish_id,
+                version=version,
+                bucket_digests=DIGESTS,
+                probe=probe,
             )
         )
 
@@ -118,7 +121,9 @@ async def rig_of() -> AsyncIterator[Rig]:
         await rig.end()
 
 
-async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_moment() -> None:
+async def test_weights_of_a_publish_that_was_given_up_are_not_served_for_a_moment() -> (
+    None
+):
     async with rig_of() as rig:
         rig.receive("p1")
         rig.commit("p1")
@@ -148,7 +153,9 @@ async def test_a_failure_is_reported_once_though_a_commit_was_on_its_way() -> No
 
 
 @pytest.mark.parametrize(
-    ("publish_id", "digests"), [("p1", [b"other"]), ("p2", DIGESTS)], ids=["digests", "publish"]
+    ("publish_id", "digests"),
+    [("p1", [b"other"]), ("p2", DIGESTS)],
+    ids=["digests", "publish"],
 )
 async def test_an_engine_stands_still_when_what_it_loaded_is_not_what_is_committed(
     publish_id: str, digests: list[bytes]
@@ -184,7 +191,9 @@ async def test_a_server_says_that_a_verdict_came_too_late(monkeypatch) -> None:
         assert not rig.engine.running.is_set()
 
 
-async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead(monkeypatch) -> None:
+async def test_an_engine_that_does_not_answer_a_probe_is_taken_for_dead(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr(weight_orders, "PROBE_LIMIT_S", 0.01)
     with pytest.RaisesGroup(EngineDied):
         async with rig_of() as rig:

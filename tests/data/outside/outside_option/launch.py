@@ -11,7 +11,9 @@ def check_factor(scene: Scene) -> str:
     """Tells the factor; a large one is refused."""
     factor = scene.config.table_of("outside", OutsideSection).factor
     if factor > 100:
-        raise ConfigError(f"extensions.outside.factor must be at most 100, got {factor:g}")
+        raise ConfigError(
+            f"extensions.outside.factor must be at most 100, got {factor:g}"
+        )
     return f"trajectories count {factor:g} times"
 
 

@@ -82,7 +82,10 @@ REFUSED = (
         (("noise", LOST, *FRAMES), LOST),
         (NCCL, "NCCL error: remote process exited"),
         # A place in a traceback.
-        (("OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^"), "OSError: full"),
+        (
+            ("OSError: full", '[rank0]:   File "/a/b', "[rank0]:    ^^^^~~^^"),
+            "OSError: full",
+        ),
     ],
 )
 def test_the_line_that_names_the_cause_is_found(lines, cause, form, tmp_path):
@@ -100,7 +103,9 @@ def test_an_earlier_life_is_not_the_cause_of_this_end(tmp_path: Path) -> None:
     assert last_complaint(log, start) == "RuntimeError: second"
 
 
-def test_the_cause_is_found_in_a_log_that_was_cut_since_the_start(tmp_path: Path) -> None:
+def test_the_cause_is_found_in_a_log_that_was_cut_since_the_start(
+    tmp_path: Path,
+) -> None:
     # logrotate cuts it so, with copytruncate.
     log = write(tmp_path / "log", *["an earlier line"] * 100)
     start = log.stat().st_size
@@ -108,7 +113,9 @@ def test_the_cause_is_found_in_a_log_that_was_cut_since_the_start(tmp_path: Path
     assert last_complaint(log, start) == "RuntimeError: here"
 
 
-@pytest.mark.parametrize("prefix", ["", "[rank0]: ", "(EngineCore pid=7) ERROR 11-21 [core.py:1] "])
+@pytest.mark.parametrize(
+    "prefix", ["", "[rank0]: ", "(EngineCore pid=7) ERROR 11-21 [core.py:1] "]
+)
 def test_the_exception_is_the_cause_and_not_the_end_of_its_text(prefix, tmp_path):
     first, *traceback = REFUSED
     lines = [first, *(f"{prefix}{line}" for line in traceback)]
@@ -138,7 +145,9 @@ for line in sys.stdin:
 
 
 @pytest.mark.process
-async def test_the_cause_is_found_in_the_log_that_another_program_writes(tmp_path: Path) -> None:
+async def test_the_cause_is_found_in_the_log_that_another_program_writes(
+    tmp_path: Path,
+) -> None:
     """The writer has all of it though it is the last to end; what was before was moved away."""
     log = write(tmp_path / "two.log", *["an earlier line"] * 100)
     (tmp_path / "two.py").write_text(f"print('move', flush=True)\n{RAISE_TWO}")
@@ -151,7 +160,10 @@ async def test_the_cause_is_found_in_the_log_that_another_program_writes(tmp_pat
         log_writer=[sys.executable, "-c", MOVES, str(log)],
     )
     assert await child.process.wait() == 1
-    assert child.describe_end() == f"two exited with code 1: ValueError: no way (log: {log})"
+    assert (
+        child.describe_end()
+        == f"two exited with code 1: ValueError: no way (log: {log})"
+    )
     assert log.with_suffix(".1").read_text().endswith("move\n")
     await child.stop(LIMIT_S)
     assert child.log_end is not None and not child.log_end.is_alive()
@@ -159,7 +171,9 @@ async def test_the_cause_is_found_in_the_log_that_another_program_writes(tmp_pat
 
 @pytest.mark.process
 async def test_what_a_killed_process_has_said_is_in_its_log(tmp_path: Path) -> None:
-    (tmp_path / "two.py").write_text("import time\nprint('said', flush=True)\ntime.sleep(1000)\n")
+    (tmp_path / "two.py").write_text(
+        "import time\nprint('said', flush=True)\ntime.sleep(1000)\n"
+    )
     child = await start_child(
         "two",
         "two",
@@ -179,7 +193,9 @@ async def test_what_a_killed_process_has_said_is_in_its_log(tmp_path: Path) -> N
 async def start_script(folder: Path, name: str, text: str) -> Child:
     (folder / f"{name}.py").write_text(text)
     environ = {"PYTHONPATH": str(folder)}
-    return await start_child(name, name, [], log_path=folder / f"{name}.log", environ=environ)
+    return await start_child(
+        name, name, [], log_path=folder / f"{name}.log", environ=environ
+    )
 
 
 async def ended(folder: Path, code: int, *lines: str) -> Child:
@@ -191,7 +207,9 @@ async def ended(folder: Path, code: int, *lines: str) -> Child:
 
 
 @pytest.mark.process
-async def test_whoever_fails_first_is_the_cause_though_others_wait_for_it(tmp_path: Path) -> None:
+async def test_whoever_fails_first_is_the_cause_though_others_wait_for_it(
+    tmp_path: Path,
+) -> None:
     waiting = await start_script(tmp_path, "waiting", "import time\ntime.sleep(600)\n")
     done = await start_script(tmp_path, "done", "raise SystemExit(1)\n")
     failing = await start_script(tmp_path, "failing", "raise SystemExit(3)\n")
@@ -202,7 +220,9 @@ async def test_whoever_fails_first_is_the_cause_though_others_wait_for_it(tmp_pa
 
 
 @pytest.mark.process
-async def test_a_process_that_was_stopped_ends_when_it_is_asked_to(tmp_path: Path) -> None:
+async def test_a_process_that_was_stopped_ends_when_it_is_asked_to(
+    tmp_path: Path,
+) -> None:
     # Linux ends a stopped process that has no handler.
     text = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
     text += "print('waits', flush=True)\ntime.sleep(600)\n"
@@ -214,7 +234,9 @@ async def test_a_process_that_was_stopped_ends_when_it_is_asked_to(tmp_path: Pat
 
 
 @pytest.mark.process
-async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Path) -> None:
+async def test_a_killed_process_is_not_blamed_for_what_it_said_last(
+    tmp_path: Path,
+) -> None:
     text = "import time\nprint('busy', flush=True)\ntime.sleep(60)\n"
     child = await start_script(tmp_path, "busy", text)
     child.signal(signal.SIGKILL)
@@ -231,18 +253,25 @@ async def test_a_killed_process_is_not_blamed_for_what_it_said_last(tmp_path: Pa
 @pytest.mark.process
 async def test_a_full_gpu_is_told_with_the_settings_that_help(tmp_path: Path) -> None:
     torchs = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    child = await ended(tmp_path, 1, "Traceback (most recent call last):", "  x()", torchs)
+    child = await ended(
+        tmp_path, 1, "Traceback (most recent call last):", "  x()", torchs
+    )
     message = (
-        r"exited with code 1: the GPU's memory is full: lower learner\.micro_batch_tokens.*: torch"
+        r"exited with code 1: the GPU's memory is full: lower "
+        r"learner\.micro_batch_tokens.*: torch"
     )
     assert re.search(message, child.describe_end())
     assert torchs in child.describe_end()
 
 
 @pytest.mark.process
-async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(tmp_path: Path) -> None:
+async def test_an_engine_that_is_killed_at_its_start_is_told_as_that(
+    tmp_path: Path,
+) -> None:
     # No line above names a cause: a process that a signal ends cannot write one.
-    child = await ended(tmp_path, 4, "noise", "Traceback (most recent call last):", "  x()", ABOVE)
+    child = await ended(
+        tmp_path, 4, "noise", "Traceback (most recent call last):", "  x()", ABOVE
+    )
     log = child.log_path
     assert child.describe_end() == (
         "server-0 exited with code 4: vLLM's engine ended at its start: by an error above in the "
@@ -275,22 +304,31 @@ async def test_lines_of_a_growing_log_are_shown_once_and_whole(tmp_path, capsys)
     assert capsys.readouterr().out == "version 2\nversion 3\n"
 
 
-def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(tmp_path, monkeypatch):
+def test_a_full_disk_is_told_beside_a_cause_that_could_not_be_written(
+    tmp_path, monkeypatch
+):
     for folder in (tmp_path, tmp_path / "nowhere"):
         assert with_full_disk("it ended", folder) == "it ended"
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=4096))
     message = with_full_disk("it ended", tmp_path)
     assert message == f"it ended; no space is left on the disk of {tmp_path}"
-    assert with_full_disk(f"the run ends: {message}", tmp_path) == f"the run ends: {message}"
+    assert (
+        with_full_disk(f"the run ends: {message}", tmp_path)
+        == f"the run ends: {message}"
+    )
 
 
 @pytest.mark.parametrize("spoil", ["a file for its folder", "a folder for the log"])
-async def test_a_log_that_cannot_be_written_is_one_line(tmp_path: Path, spoil: str) -> None:
+async def test_a_log_that_cannot_be_written_is_one_line(
+    tmp_path: Path, spoil: str
+) -> None:
     path = tmp_path / "logs" / "controller.log"
     if spoil == "a file for its folder":
         path.parent.touch()
     else:
         path.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"controller\.log cannot be written: ") as caught:
+    with pytest.raises(
+        ConfigError, match=r"controller\.log cannot be written: "
+    ) as caught:
         await start_child("controller", "this", [], log_path=path)
     assert "\n" not in str(caught.value)

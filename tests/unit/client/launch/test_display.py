@@ -50,7 +50,10 @@ SUMMARY = {
     "publishes_verified": 1,
     "logprob_gap_mean": None,
     "logprob_gap_max": None,
-    "time": {"trainer": {"training": 0.7, "publish": 0.001}, "servers": {"sampling": 0.5}},
+    "time": {
+        "trainer": {"training": 0.7, "publish": 0.001},
+        "servers": {"sampling": 0.5},
+    },
     "wall_s": 12.0,
 }
 
@@ -81,7 +84,9 @@ def test_a_run_that_is_done_says_nothing_of_going_on(tmp_path: Path) -> None:
 def test_a_run_that_ends_early_says_how_it_goes_on(state, tmp_path, monkeypatch):
     # A shell that finds the program by its name is told that name.
     monkeypatch.setenv("PATH", "/usr/bin")
-    monkeypatch.setattr(sys, "argv", [".venv/bin/slipstream", "run", "a.toml", "run.steps=10"])
+    monkeypatch.setattr(
+        sys, "argv", [".venv/bin/slipstream", "run", "a.toml", "run.steps=10"]
+    )
     how = "resume it with: .venv/bin/slipstream run a.toml run.steps=10"
     # A run that has failed would fail again as it is.
     how = f"mend the cause, then {how}" if state == "failed" else how
@@ -116,7 +121,10 @@ ROWS: list[tuple[dict[str, object], str]] = [
     ({}, "time of the servers  sampling 50%\n"),
     # A client's own loop has no groups.
     (
-        {"reward_first": None, "time": {"trainer": {"waiting for groups": 0.7}, "servers": {}}},
+        {
+            "reward_first": None,
+            "time": {"trainer": {"waiting for groups": 0.7}, "servers": {}},
+        },
         "time of the trainer  waiting for the client 70%\n",
     ),
     ({}, "publishes            3 since the last start, 1 probe compared\n"),
@@ -142,19 +150,27 @@ def test_the_table_has_rows_of_what_there_is(changes, row, tmp_path: Path) -> No
     assert row in shown(config_of(tmp_path), **changes)[1]
 
 
-def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(tmp_path: Path) -> None:
+def test_a_run_says_what_it_loads_and_where_servers_of_other_commands_join(
+    tmp_path: Path,
+) -> None:
     config = config_of(tmp_path)
     begin = "loading model into 1 trainer rank"
-    assert loading_line(config, 2) == f"{begin} and 2 rollout servers; that takes a while"
+    assert (
+        loading_line(config, 2) == f"{begin} and 2 rollout servers; that takes a while"
+    )
     assert loading_line(config, 0) == f"{begin}; rollout servers join at 127.0.0.1:0"
 
 
 def test_a_cause_of_failure_is_shown_once_and_at_once(tmp_path: Path, capsys) -> None:
     display = Display(config_of(tmp_path))
-    display.show(status_pb2.Event(number=1, text="the run failed: no server", severity=ERROR))
+    display.show(
+        status_pb2.Event(number=1, text="the run failed: no server", severity=ERROR)
+    )
     assert capsys.readouterr() == ("", "slipstream: no server\n")
     display.show(
-        status_pb2.Event(number=2, text="no server", final_state=status_pb2.RUN_STATE_FAILED)
+        status_pb2.Event(
+            number=2, text="no server", final_state=status_pb2.RUN_STATE_FAILED
+        )
     )
     assert display.failure == display.told_failure == "no server"
     assert capsys.readouterr() == ("", "")
@@ -167,7 +183,9 @@ def test_the_line_of_a_step_fits_a_terminal(tmp_path: Path, capsys) -> None:
     )
     Display(config_of(tmp_path, steps=1000)).show(event)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.endswith("step  100/1000  reward -0.500  lag 1.2, max 2  95,426 tok/s  12.25 s")
+    assert line.endswith(
+        "step  100/1000  reward -0.500  lag 1.2, max 2  95,426 tok/s  12.25 s"
+    )
     assert len(line) <= 79
     # The rewards of demonstrations are all 1.
     event.metrics.update({"effective_sample_size": 0.0, "loss": 1.25})

@@ -48,7 +48,10 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
     text, _ = describe_dry_run(parse_config(table, source="test"), Share(range(2), 1))
     assert tomllib.loads(text)["critic"]["parallel"]["pp"] == 2
     notes = [line for line in text.splitlines() if line.startswith("#")]
-    assert notes[12] == "# If each of a step's 32 episodes has 64 tokens, the most there can be:"
+    assert (
+        notes[12]
+        == "# If each of a step's 32 episodes has 64 tokens, the most there can be:"
+    )
     sizes = [note.split(" ", 3)[:3] for note in notes[13:21]]
     assert sizes == [
         ["#", *words]
@@ -81,11 +84,17 @@ def test_a_dry_run_prints_the_ranks_of_every_model(tmp_path: Path) -> None:
         "# weights travel by gloo",
         "# vLLM runs the model eagerly: rollout_server.enforce_eager is true by default on a CPU",
     ]
-    assert notes[27].startswith("# Warning: algorithm.max_staleness is 2 without a correction: ")
+    assert notes[27].startswith(
+        "# Warning: algorithm.max_staleness is 2 without a correction: "
+    )
 
 
 def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
-    experts = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2}
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     (tmp_path / "config.json").write_text(json.dumps(SIZES | experts))
     server = {"quantization": "fp8_per_channel"}
     config = small_config(model={"path": str(tmp_path)}, rollout_server=server)
@@ -98,7 +107,9 @@ def test_a_dry_run_says_what_engines_lack_on_a_cpu(tmp_path, monkeypatch):
     assert not [obstacle for obstacle in obstacles if lack in obstacle]
 
 
-def test_a_dry_run_without_an_environment_says_what_it_would_wait_for(tmp_path: Path) -> None:
+def test_a_dry_run_without_an_environment_says_what_it_would_wait_for(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     config = small_config(model={"path": str(tmp_path)}, environments=[])
     text, _ = describe_dry_run(config, Share(range(1), 1))
@@ -113,7 +124,9 @@ def test_a_dry_run_without_an_environment_says_what_it_would_wait_for(tmp_path: 
     assert "no environment" not in text
 
 
-async def test_missing_packages_are_no_fault_of_the_settings(tmp_path, monkeypatch, capsys):
+async def test_missing_packages_are_no_fault_of_the_settings(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     monkeypatch.setitem(machine.NEEDED, "learner", (("torch-of-elsewhere",),))
     monkeypatch.setitem(machine.NEEDED, "rollout server", (("vllm-of-elsewhere",),))
@@ -123,7 +136,9 @@ async def test_missing_packages_are_no_fault_of_the_settings(tmp_path, monkeypat
         await run_all(path, [f'run.dir="{tmp_path}"'], dry_run=True)
     # The command's exit code is 2 for a ConfigError, else 1.
     assert not isinstance(raised.value, ConfigError)
-    assert "the learner needs torch-of-elsewhere, not installed here: " in str(raised.value)
+    assert "the learner needs torch-of-elsewhere, not installed here: " in str(
+        raised.value
+    )
     assert "the rollout server needs vllm-of-elsewhere" in str(raised.value)
     assert tomllib.loads(capsys.readouterr().out)["run"]["name"] == "test"
 
@@ -154,7 +169,10 @@ def test_ranks_that_cannot_keep_a_batch_are_refused(tmp_path: Path) -> None:
     trajectory_bytes = 24 * (1 << 17) + 2048
     batch_gib = trajectory_bytes * (1 << 18) / (1 << 30)
     controller_gib = batch_gib * (3 + CONTROLLER_FURTHER_BATCHES) / 3
-    assert f"they and the controller keep {3925.33 + controller_gib:,.1f} GiB" in first.seen
+    assert (
+        f"they and the controller keep {3925.33 + controller_gib:,.1f} GiB"
+        in first.seen
+    )
     controller = config.controller.model_copy(update={"client_loop": True})
     own_loop = config.model_copy(update={"controller": controller})
     assert fit.check_batches(Scene(own_loop, share=Share(range(8)))) is None
@@ -203,11 +221,16 @@ def published(
     )
 
 
-def test_a_model_that_fits_no_engine_here_is_refused_with_the_arithmetic(tmp_path, monkeypatch):
+def test_a_model_that_fits_no_engine_here_is_refused_with_the_arithmetic(
+    tmp_path, monkeypatch
+):
     with_gpus(monkeypatch, count=8, gib=140)
     config = published(tmp_path, DEEPSEEK_V3, rollout_server=EIGHT_WORKERS)
     (line,) = gpu_obstacles(config, Share(servers=1))
-    assert "over rollout_server.tensor_parallel_size 8 are 168.0 GB for each worker" in line
+    assert (
+        "over rollout_server.tensor_parallel_size 8 are 168.0 GB for each worker"
+        in line
+    )
     assert "0.9 of a GPU of 150.3 GB: an engine runs on one host" in line
     quantized = EIGHT_WORKERS | {"quantization": "fp8_per_channel"}
     config = published(tmp_path, DEEPSEEK_V3, rollout_server=quantized)
@@ -219,7 +242,10 @@ def test_stages_divide_the_layers_that_an_engine_needs_room_for(tmp_path, monkey
     stages = {"tensor_parallel_size": 2, "pipeline_parallel_size": 4}
     config = published(tmp_path, DEEPSEEK_V3, rollout_server=stages)
     (line,) = gpu_obstacles(config, Share(servers=1))
-    assert "over rollout_server.tensor_parallel_size 2 * pipeline_parallel_size 4 are " in line
+    assert (
+        "over rollout_server.tensor_parallel_size 2 * pipeline_parallel_size 4 are "
+        in line
+    )
     sizes = read_model_sizes(tmp_path)
     vocabulary = sizes.hidden * sizes.vocab
     # 16 of 61 layers, and the embedding or the head; two bytes a parameter, two workers.
@@ -231,7 +257,9 @@ def test_a_rank_without_room_for_its_state_is_refused(tmp_path, monkeypatch):
     with_gpus(monkeypatch, count=2, gib=80)
     config = published(tmp_path, QWEN3_235B)
     (line,) = gpu_obstacles(config, Share(range(1)))
-    assert "a trainer rank needs 4.2 TB of weights, gradients and optimizer state" in line
+    assert (
+        "a trainer rank needs 4.2 TB of weights, gradients and optimizer state" in line
+    )
     assert "and has 85.9 GB of a GPU: raise learner.parallel.tp" in line
 
 
@@ -241,12 +269,16 @@ def test_a_dry_run_without_gpus_says_which_it_needs(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "list_gpus", lambda: ())
     config = published(tmp_path, DEEPSEEK_V3, rollout_server=EIGHT_WORKERS)
     text, _ = describe_dry_run(config, Share(servers=1))
-    assert "an engine worker's 186.7 GB without cache: 1 of 8 parts of the weights" in text
+    assert (
+        "an engine worker's 186.7 GB without cache: 1 of 8 parts of the weights" in text
+    )
     assert gpu_obstacles(config, Share(servers=1)) == []
 
 
 def test_a_journal_that_fills_the_disk_is_told_with_the_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(fit.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000))
+    monkeypatch.setattr(
+        fit.shutil, "disk_usage", lambda _: SimpleNamespace(free=10_000_000)
+    )
     (tmp_path / "config.json").write_text(json.dumps(SIZES))
     config = small_config(
         model={"path": str(tmp_path)},
@@ -267,7 +299,10 @@ def test_a_journal_that_fills_the_disk_is_told_with_the_step(tmp_path, monkeypat
     text, _ = describe_dry_run(config, Share(range(1), 1))
     (line,) = [line for line in text.splitlines() if "batches of episodes" in line]
     assert "fill the 10.0 MB that are free" in line
-    assert "after 35 of 1,000 steps: set checkpoint.keep_batches = false, or run.dir" in line
+    assert (
+        "after 35 of 1,000 steps: set checkpoint.keep_batches = false, or run.dir"
+        in line
+    )
     run = config.run.model_copy(update={"steps": 30})
     short = config.model_copy(update={"run": run})
     assert fit.journal_warning(short) == ""

@@ -8,7 +8,11 @@ from typing import Any
 import pytest
 from slipstream.client.launch import fit
 from slipstream.client.launch.findings import Scene
-from slipstream.client.launch.fit import compiler_problem, describe_engine, processor_problems
+from slipstream.client.launch.fit import (
+    compiler_problem,
+    describe_engine,
+    processor_problems,
+)
 from slipstream.client.launch.placement import uses_gpus
 from slipstream.core.models.model_rules import cpu_cache_bytes
 from slipstream.core.settings.sections import RolloutServerSection
@@ -42,7 +46,8 @@ def test_engines_compile_on_gpus_and_where_it_is_asked_for(setting, on_cpu, is_e
 
 
 @pytest.mark.parametrize(
-    ("environ", "on_cpu"), [(NO_COMPILER, True), (SWITCHED_OFF, True), (NO_COMPILER, False)]
+    ("environ", "on_cpu"),
+    [(NO_COMPILER, True), (SWITCHED_OFF, True), (NO_COMPILER, False)],
 )
 def test_the_defaults_start_without_a_compiler_for_cpus(environ, on_cpu):
     assert compiler_problem(server(None), environ, on_cpu=on_cpu) == ""
@@ -51,18 +56,24 @@ def test_the_defaults_start_without_a_compiler_for_cpus(environ, on_cpu):
 def test_compiled_graphs_on_a_cpu_need_a_compiler() -> None:
     assert compiler_problem(server(False), COMPILER, on_cpu=True) == ""
     problem = compiler_problem(server(False), NO_COMPILER, on_cpu=True)
-    assert problem.startswith("rollout_server.enforce_eager = false needs a C++ compiler on CPUs")
+    assert problem.startswith(
+        "rollout_server.enforce_eager = false needs a C++ compiler on CPUs"
+    )
     assert "no-such-compiler" in problem
 
 
 def test_the_check_of_an_engine_says_how_it_would_run_the_model(tmp_path: Path) -> None:
-    config = small_config(model={"path": str(tmp_path)}, rollout_server={"enforce_eager": True})
+    config = small_config(
+        model={"path": str(tmp_path)}, rollout_server={"enforce_eager": True}
+    )
     line = fit.check_engine(Scene(config))
     assert line == describe_engine(config.rollout_server, on_cpu=not uses_gpus())
     assert "enforce_eager is true" in line
 
 
-@pytest.mark.parametrize(("setting", "on_cpu"), [(None, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("setting", "on_cpu"), [(None, False), (False, False), (False, True)]
+)
 def test_graphs_that_the_environment_switches_off_are_refused(setting, on_cpu):
     problem = compiler_problem(server(setting), SWITCHED_OFF, on_cpu=on_cpu)
     assert "TORCHDYNAMO_DISABLE=1 switches that off" in problem
@@ -82,9 +93,17 @@ DRAFTS = {"speculative_config": NGRAM}
 @pytest.mark.parametrize(
     ("table", "changed", "message"),
     [
-        (DELTA_NETS, {"model": {"dtype": "float32"}}, r'model\.dtype must be "bfloat16" .* delta'),
+        (
+            DELTA_NETS,
+            {"model": {"dtype": "float32"}},
+            r'model\.dtype must be "bfloat16" .* delta',
+        ),
         (DELTA_NETS, {"model": {"dtype": "bfloat16"}}, ""),
-        (DELTA_NETS, {"rollout_server": {"engine": DRAFTS}}, "speculative_config .* delta nets"),
+        (
+            DELTA_NETS,
+            {"rollout_server": {"engine": DRAFTS}},
+            "speculative_config .* delta nets",
+        ),
         ({}, {"rollout_server": {"engine": DRAFTS}}, ""),
         ({}, {"rollout_server": {"quantization": "fp8_per_channel"}}, ""),
         (
@@ -92,8 +111,16 @@ DRAFTS = {"speculative_config": NGRAM}
             {"rollout_server": {"engine": {"enable_expert_parallel": True}}},
             r"enable_expert_parallel must be left out on a CPU",
         ),
-        (EXPERTS, {"rollout_server": {"engine": {"enable_expert_parallel": False}}}, ""),
-        (EXPERTS, {"lora": {"rank": 8, "publish": "adapters"}}, r"lora\.publish must be merged"),
+        (
+            EXPERTS,
+            {"rollout_server": {"engine": {"enable_expert_parallel": False}}},
+            "",
+        ),
+        (
+            EXPERTS,
+            {"lora": {"rank": 8, "publish": "adapters"}},
+            r"lora\.publish must be merged",
+        ),
         (EXPERTS, {"lora": {"rank": 8}}, ""),
         (
             EXPERTS,
@@ -113,7 +140,8 @@ def test_what_an_engine_cannot_do_on_a_cpu_is_refused_before_anything_is_loaded(
     config = config_of(tmp_path)
     changed = {**changed, "model": {**changed.get("model", {}), "path": tmp_path}}
     sections = {
-        name: getattr(config, name).model_copy(update=values) for name, values in changed.items()
+        name: getattr(config, name).model_copy(update=values)
+        for name, values in changed.items()
     }
     config = config.model_copy(update=sections)
     monkeypatch.setattr(fit, "uses_gpus", lambda: True)
@@ -134,10 +162,14 @@ def test_what_an_engine_cannot_do_on_a_cpu_is_refused_before_anything_is_loaded(
         (1, 3, 4096, 1584),
     ],
 )
-def test_the_cache_on_a_cpu_has_room_for_the_longest_episode(tp, stages, tokens, mib, tmp_path):
+def test_the_cache_on_a_cpu_has_room_for_the_longest_episode(
+    tp, stages, tokens, mib, tmp_path
+):
     # 2 * 64 layers * 16 heads * 256 * 2 bytes = 1 MiB a token.
     sizes = {"num_hidden_layers": 64, "num_key_value_heads": 16, "head_dim": 256}
-    (tmp_path / "config.json").write_text(json.dumps(sizes | {"num_attention_heads": 32}))
+    (tmp_path / "config.json").write_text(
+        json.dumps(sizes | {"num_attention_heads": 32})
+    )
     config = small_config(
         model={"path": str(tmp_path)},
         sampling={"max_episode_tokens": tokens},

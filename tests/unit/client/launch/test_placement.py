@@ -35,20 +35,32 @@ ENGINE_LINE = (
 GPUS = tuple(Gpu(n, f"GPU-{n}aaa-bbb", "gpu", 1 << 30) for n in range(8))
 
 
-def config_of(learner: Mapping[str, Any] = {}, server: Mapping[str, Any] = {}) -> Config:
-    return small_config(run={"name": "placed", "steps": 1}, learner=learner, rollout_server=server)
+def config_of(
+    learner: Mapping[str, Any] = {}, server: Mapping[str, Any] = {}
+) -> Config:
+    return small_config(
+        run={"name": "placed", "steps": 1}, learner=learner, rollout_server=server
+    )
 
 
 def placed(
-    visible: str, learner: Mapping[str, Any] = {}, server: Mapping[str, Any] = {}, **counts: int
+    visible: str,
+    learner: Mapping[str, Any] = {},
+    server: Mapping[str, Any] = {},
+    **counts: int,
 ) -> Placement:
     config = config_of(learner, server)
-    counts = {"ranks": config.learner.world_size, "servers": config.rollout_server.count} | counts
+    counts = {
+        "ranks": config.learner.world_size,
+        "servers": config.rollout_server.count,
+    } | counts
     return place(config, tuple(visible.split()), GPUS, **counts)
 
 
 def test_learner_takes_the_first_gpus_and_each_server_its_own_next_ones() -> None:
-    got = placed("0 1 2 3 4 5 6", {"world_size": 2}, {"count": 2, "tensor_parallel_size": 2})
+    got = placed(
+        "0 1 2 3 4 5 6", {"world_size": 2}, {"count": 2, "tensor_parallel_size": 2}
+    )
     assert got == Placement(("0", "1"), (("2", "3"), ("4", "5")))
     assert got.learner_environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert got.server_environment(1) == {"CUDA_VISIBLE_DEVICES": "4,5"}
@@ -83,7 +95,10 @@ def test_a_server_beside_the_learner_has_fewer_episodes_where_others_have_gpus_o
     # A group of two fits it in any case.
     few = config_of(server=server | {"max_episodes": 3})
     assert [got.max_episodes(few, number) for number in range(2)] == [3, 2]
-    for same in (placed("0", server={"count": 2}), placed("0 1 2", server={"count": 2})):
+    for same in (
+        placed("0", server={"count": 2}),
+        placed("0 1 2", server={"count": 2}),
+    ):
         assert [same.max_episodes(config, number) for number in range(2)] == [64, 64]
     assert Placement().max_episodes(config, 0) == 64
 
@@ -94,7 +109,10 @@ def test_gpus_that_do_nothing_are_told_where_a_whole_run_starts() -> None:
     assert describe_sharing(config, got) == [
         "nothing uses GPU 3, 7: rollout_server.count is 1, learner.world_size 2"
     ]
-    for part in (placed("0 1 2 3", ranks=1, servers=0), placed("0 1 2 3", ranks=0, servers=1)):
+    for part in (
+        placed("0 1 2 3", ranks=1, servers=0),
+        placed("0 1 2 3", ranks=0, servers=1),
+    ):
         assert describe_sharing(config_of(), part) == []
 
 
@@ -121,7 +139,9 @@ def test_part_of_a_run_takes_only_its_own() -> None:
     settings = {"world_size": 4, "ranks_per_node": 2}
     assert placed("4 5 6", settings, ranks=2, servers=0) == Placement(("4", "5"), ())
     server = {"tensor_parallel_size": 2, "count": 3}
-    assert placed("4 5 6", server=server, ranks=0, servers=1) == Placement((), (("4", "5"),))
+    assert placed("4 5 6", server=server, ranks=0, servers=1) == Placement(
+        (), (("4", "5"),)
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,7 +155,12 @@ def test_part_of_a_run_takes_only_its_own() -> None:
             r"can be used \(0, 1\): lower learner.world_size or rollout_server.count",
         ),
         ("0", {"world_size": 2}, {}, "3 GPUs are needed"),
-        ("0", {}, {"tensor_parallel_size": 2}, "with tensor_parallel_size = 2, but 1 can be used"),
+        (
+            "0",
+            {},
+            {"tensor_parallel_size": 2},
+            "with tensor_parallel_size = 2, but 1 can be used",
+        ),
         (
             "0 1",
             {},
@@ -153,9 +178,19 @@ def test_part_of_a_run_takes_only_its_own() -> None:
         ("", {"devices": [0]}, {}, "learner.devices names GPU 0, .* are: none"),
         ("0 1", {"devices": [0, 1]}, {}, "each of the 1 trainer ranks .* got 0, 1"),
         ("0 1", {"devices": []}, {}, "got none"),
-        ("0 1", {"world_size": 2, "devices": [1, "GPU-1aaa"]}, {"devices": [0]}, "once: NCCL"),
+        (
+            "0 1",
+            {"world_size": 2, "devices": [1, "GPU-1aaa"]},
+            {"devices": [0]},
+            "once: NCCL",
+        ),
         ("0 1", {}, {"devices": [0, 1]}, "must name 1 GPUs"),
-        ("0 1", {"devices": [0]}, {"tensor_parallel_size": 2, "devices": [1, 1]}, "once, got 1, 1"),
+        (
+            "0 1",
+            {"devices": [0]},
+            {"tensor_parallel_size": 2, "devices": [1, 1]},
+            "once, got 1, 1",
+        ),
     ],
 )
 def test_what_does_not_fit_is_one_line(visible, learner, server, said):
@@ -179,7 +214,10 @@ def test_no_gpu_has_two_users_unless_there_is_only_one(gpus, ranks, count, per_s
     except ConfigError:
         assert 0 < gpus < needed
         return
-    used = [*got.learner, *(gpu for gpus_of_server in got.servers for gpu in gpus_of_server)]
+    used = [
+        *got.learner,
+        *(gpu for gpus_of_server in got.servers for gpu in gpus_of_server),
+    ]
     if gpus == 0:
         assert used == []
     elif gpus == 1:
@@ -203,13 +241,18 @@ def test_no_gpu_has_two_users_unless_there_is_only_one(gpus, ranks, count, per_s
         ("1 1", {"gpu_memory_utilization": 0.5}, (0.5, 0.5), 0.0),
     ],
 )
-def test_engines_leave_the_learner_room_on_a_shared_gpu(servers, said, memory, beside) -> None:
+def test_engines_leave_the_learner_room_on_a_shared_gpu(
+    servers, said, memory, beside
+) -> None:
     where = Placement(("0",), tuple((gpu,) for gpu in servers.split()))
     config, got = share_memory(config_of(server=said), where)
     assert (got.memory, got.engines_share) == (memory, pytest.approx(beside))
     # Settings that are printed have the share of engines that are all there.
     assert config.rollout_server.gpu_memory_utilization == memory[0]
-    assert float(got.learner_environment.get("SLIPSTREAM_ENGINES_SHARE", 0)) == got.engines_share
+    assert (
+        float(got.learner_environment.get("SLIPSTREAM_ENGINES_SHARE", 0))
+        == got.engines_share
+    )
     turned = small_config(
         rollout_server=said,
         controller={"turns": "sleep"},
@@ -217,12 +260,16 @@ def test_engines_leave_the_learner_room_on_a_shared_gpu(servers, said, memory, b
     )
     assert share_memory(turned, where)[1].engines_share == 0
     for line in describe_sharing(config, got)[: len(got.shared)]:
-        assert line.endswith(f"share GPU 0; rollout_server.gpu_memory_utilization is {memory[-1]}")
+        assert line.endswith(
+            f"share GPU 0; rollout_server.gpu_memory_utilization is {memory[-1]}"
+        )
 
 
 def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> None:
     both = placed("0 1", server={"count": 2, "devices": [1, 1]})
-    with pytest.raises(ConfigError, match=r"GPU 1 is for 2 rollout servers: 2 \* .* 1, got 0\.9"):
+    with pytest.raises(
+        ConfigError, match=r"GPU 1 is for 2 rollout servers: 2 \* .* 1, got 0\.9"
+    ):
         share_memory(config_of(), both)
     # Engines make room for the learner where it is; here it is not.
     mixed = Placement(("0",), (("0",), ("1",), ("1",), ("1",)))
@@ -230,18 +277,24 @@ def test_shares_of_servers_without_the_learner_are_at_most_all_of_a_gpu() -> Non
         share_memory(config_of(), mixed)
 
 
-def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them() -> None:
+def test_adapters_in_float32_are_refused_where_an_engine_on_a_gpu_would_add_them() -> (
+    None
+):
     model = {"path": "model", "dtype": "float32"}
     lora = {"rank": 4, "alpha": 8.0, "publish": "adapters"}
     settings = config_of().model_dump(mode="json")
     config = parse_config(settings | {"model": model, "lora": lora}, source="test")
-    with pytest.raises(ConfigError, match=r'must be "bfloat16" .* or lora\.publish "merged"'):
+    with pytest.raises(
+        ConfigError, match=r'must be "bfloat16" .* or lora\.publish "merged"'
+    ):
         place(config, ("0",), ranks=1, servers=1)
     assert place(config, ("0",), ranks=1, servers=0) == Placement(("0",), ())
     assert place(config, (), ranks=1, servers=1) == Placement()
 
 
-def test_a_dry_run_says_who_gets_which_gpu(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_says_who_gets_which_gpu(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(placement, "list_gpus", lambda: GPUS[:3])
     for module in (fit, launcher, placement):
         monkeypatch.setattr(module, "uses_gpus", lambda: True)
@@ -332,7 +385,13 @@ def test_a_second_server_samples_on_the_learners_gpu(tmp_path, monkeypatch) -> N
         ({"controller": {"turns": "off"}}, {}),
         ({"controller": {"turns": "pause"}}, {}),
         ({"controller": {"address": "192.0.2.1:7070"}}, {}),
-        ({"controller": {"client_loop": True}, "learner": {"shared_prefix_tokens": 0}}, {}),
+        (
+            {
+                "controller": {"client_loop": True},
+                "learner": {"shared_prefix_tokens": 0},
+            },
+            {},
+        ),
         ({"weights": {"transport": "nccl"}}, {}),
         ({"weights": {"storage_url": "weights"}}, {}),
         ({"model": {"dtype": "float32"}}, {}),
@@ -374,7 +433,9 @@ def test_a_transport_that_cannot_join_what_starts_here_is_refused() -> None:
 
     def config(transport: str) -> Config:
         table = config_of().model_dump(mode="json", exclude_none=True)
-        return parse_config(table | {"weights": {"transport": transport}}, source="test")
+        return parse_config(
+            table | {"weights": {"transport": transport}}, source="test"
+        )
 
     assert check_transport(config("auto"), shared) == "ipc"
     assert check_transport(config("auto"), placement) == "nccl"

@@ -28,7 +28,9 @@ def test_all_settings_behind_the_option_are_changes() -> None:
 )
 async def test_options_of_a_live_run_are_refused(words: list[str]) -> None:
     option = words[-1].partition("=")[0]
-    with pytest.raises(ConfigError, match=f"reads the files of a run: leave {option} out"):
+    with pytest.raises(
+        ConfigError, match=f"reads the files of a run: leave {option} out"
+    ):
         await predict(parse(["status", *words, *CHANGES]))
 
 

@@ -26,7 +26,13 @@ from slipstream.client.launch.checks import (
     check_interfaces,
     require,
 )
-from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, WHOLE_RUN, Scene
+from slipstream.client.launch.findings import (
+    CONTROLLER,
+    LEARNER,
+    SERVER,
+    WHOLE_RUN,
+    Scene,
+)
 from slipstream.client.launch.launcher import run_all, run_learner, run_tinker
 from slipstream.client.launch.preflight import (
     check_environments,
@@ -69,7 +75,9 @@ def test_a_free_port_is_none_that_the_kernel_gives_to_others() -> None:
             pass
 
 
-def test_a_port_that_was_drawn_is_given_to_nobody_before_and_after_it_is_used(monkeypatch) -> None:
+def test_a_port_that_was_drawn_is_given_to_nobody_before_and_after_it_is_used(
+    monkeypatch,
+) -> None:
     drawn = free_port("127.0.0.1")
     refused = r"no free port on 127\.0\.0\.1 among 1 that were tried"
     monkeypatch.setattr(addresses, "UNASSIGNED_PORTS", range(drawn, drawn + 1))
@@ -81,11 +89,15 @@ def test_a_port_that_was_drawn_is_given_to_nobody_before_and_after_it_is_used(mo
             other.bind(("127.0.0.1", drawn))
         with socket.create_server(("127.0.0.1", drawn)):
             pass
-    with pytest.raises(ConfigError, match=r"that were tried: Cannot assign requested address$"):
+    with pytest.raises(
+        ConfigError, match=r"that were tried: Cannot assign requested address$"
+    ):
         free_port("192.0.2.1")
 
 
-def test_a_process_keeps_a_bounded_number_of_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_keeps_a_bounded_number_of_ports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(addresses, "KEPT_PORTS", 2)
     first, *newest = [free_port("127.0.0.1") for _ in range(3)]
     with socket.socket() as other:
@@ -95,7 +107,9 @@ def test_a_process_keeps_a_bounded_number_of_ports(monkeypatch: pytest.MonkeyPat
             other.bind(("127.0.0.1", port))
 
 
-async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone() -> None:
+async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone() -> (
+    None
+):
     stated = f"127.0.0.1:{free_port('127.0.0.1')}"
     with hold_address(stated) as address:
         assert address == stated
@@ -108,7 +122,10 @@ async def test_an_address_that_a_command_holds_is_for_its_own_controller_alone()
                 await server.start()
             with pytest.raises(ConfigError, match=refusal), hold_address(stated):
                 pass
-            with socket.socket() as other, pytest.raises(OSError, match="already in use"):
+            with (
+                socket.socket() as other,
+                pytest.raises(OSError, match="already in use"),
+            ):
                 other.bind(("127.0.0.1", int(stated.rpartition(":")[2])))
             await server.stop(None)
     with hold_address(stated):
@@ -124,7 +141,9 @@ def test_an_address_whose_interface_is_down_is_refused() -> None:
         "    pass\n"
     )
     command = ["unshare", "--net", sys.executable, "-c", code]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert process.stderr.splitlines()[-1].partition("ConfigError: ")[-1] == (
         "controller.address: cannot listen on 127.0.0.1:0: Network is unreachable; its interface "
         "is down: ip link set lo up"
@@ -156,8 +175,24 @@ def test_parts_that_are_started_apart_need_the_controllers_port(part: str) -> No
 def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("secrets")
     for name in ("a", "b"):
-        make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
-        make += ["-nodes", "-subj", "/CN=x", "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        make = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:P-256",
+        ]
+        make += [
+            "-nodes",
+            "-subj",
+            "/CN=x",
+            "-keyout",
+            f"{name}.key",
+            "-out",
+            f"{name}.pem",
+        ]
         subprocess.run(make, cwd=folder, check=True, capture_output=True)
     (folder / "text").write_text("no PEM")
     (folder / "binary").write_bytes(b"\xff" * 64)
@@ -169,18 +204,37 @@ def secrets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("files", "message"),
     [
         ({"tls_certificate": "a.pem", "tls_key": "a.key"}, ""),
-        ({"tls_certificate": "a.pem", "tls_key": "b.key"}, r"b\.key cannot be used: key values m"),
+        (
+            {"tls_certificate": "a.pem", "tls_key": "b.key"},
+            r"b\.key cannot be used: key values m",
+        ),
         ({"tls_ca": "text"}, r"security\.tls_ca .*text cannot be used: "),
-        ({"token_file": "text"}, r"security\.token_file must hold at least 32 characters"),
-        ({"token_file": "binary"}, r"token_file must hold text in UTF-8, .*binary does not"),
+        (
+            {"token_file": "text"},
+            r"security\.token_file must hold at least 32 characters",
+        ),
+        (
+            {"token_file": "binary"},
+            r"token_file must hold text in UTF-8, .*binary does not",
+        ),
     ],
 )
-def test_files_of_security_are_tried_before_anything_starts(files, message, secrets, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+def test_files_of_security_are_tried_before_anything_starts(
+    files, message, secrets, tmp_path
+):
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["LlamaForCausalLM"]})
+    )
     security = {name: str(secrets / file) for name, file in files.items()}
     config = small_config(model={"path": str(tmp_path)}, security=security)
-    with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-        asyncio.run(require(Scene(config, frozenset({"learner"}), dry_run=True), Stage.SETTINGS))
+    with (
+        pytest.raises(ConfigError, match=message)
+        if message
+        else contextlib.nullcontext()
+    ):
+        asyncio.run(
+            require(Scene(config, frozenset({"learner"}), dry_run=True), Stage.SETTINGS)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -189,14 +243,34 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("authority")
 
     def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+        subprocess.run(
+            ["openssl", *arguments], cwd=folder, check=True, capture_output=True
+        )
 
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    openssl("req", "-x509", *key, "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem")
+    openssl(
+        "req", "-x509", *key, "-subj", "/CN=ca", "-keyout", "ca.key", "-out", "ca.pem"
+    )
     openssl("req", *key, "-subj", "/CN=x", "-keyout", "server.key", "-out", "request")
-    signed = ("-req", "-in", "request", "-CA", "ca.pem", "-CAkey", "ca.key", "-extfile", "names")
-    for name, address, days in (("here", "1", "2"), ("elsewhere", "2", "2"), ("late", "1", "-1")):
-        (folder / "names").write_text(f"subjectAltName=IP:127.0.0.{address},DNS:learner-{address}")
+    signed = (
+        "-req",
+        "-in",
+        "request",
+        "-CA",
+        "ca.pem",
+        "-CAkey",
+        "ca.key",
+        "-extfile",
+        "names",
+    )
+    for name, address, days in (
+        ("here", "1", "2"),
+        ("elsewhere", "2", "2"),
+        ("late", "1", "-1"),
+    ):
+        (folder / "names").write_text(
+            f"subjectAltName=IP:127.0.0.{address},DNS:learner-{address}"
+        )
         openssl("x509", *signed, "-days", days, "-out", f"{name}.pem")
     return folder
 
@@ -212,13 +286,22 @@ CERTIFICATES = [
     ("elsewhere", "ca", None, "127.0.0.1", CLIENTS, ": IP address mismatch"),
     ("here", "ca", None, "learner-2", CLIENTS, ": Hostname mismatch"),
     ("late", "ca", None, "127.0.0.1", CLIENTS, ": certificate has expired"),
-    ("here", "other", None, "127.0.0.1", CLIENTS, ": unable to get local issuer certificate"),
+    (
+        "here",
+        "other",
+        None,
+        "127.0.0.1",
+        CLIENTS,
+        ": unable to get local issuer certificate",
+    ),
     ("here", "ca", "other", "127.0.0.1", RANKS, ", where ranks show it: "),
 ]
 
 
 @pytest.mark.process
-@pytest.mark.parametrize(("certificate", "ca", "own", "host", "who", "cause"), CERTIFICATES)
+@pytest.mark.parametrize(
+    ("certificate", "ca", "own", "host", "who", "cause"), CERTIFICATES
+)
 def test_a_certificate_that_clients_or_callers_refuse_is_told_at_once(
     certificate, ca, own, host, who, cause, authority: Path, secrets: Path
 ) -> None:
@@ -248,7 +331,9 @@ def two_nodes(folder: Path, **changes: dict[str, object]) -> Path:
     table: dict[str, object] = {
         "run": {"name": "test", "steps": 10, "dir": str(folder)},
         "model": {"path": str(folder)},
-        "environments": [{"name": "echo", "reference": "slipstream.environments.echo:Echo"}],
+        "environments": [
+            {"name": "echo", "reference": "slipstream.environments.echo:Echo"}
+        ],
         "algorithm": {"group_size": 4, "groups_per_step": 8, "learning_rate": 1e-3},
         "sampling": {"max_reply_tokens": 16, "max_episode_tokens": 64},
         "learner": {"world_size": 2, "ranks_per_node": 1, "master": "127.0.0.1:29500"},
@@ -258,7 +343,9 @@ def two_nodes(folder: Path, **changes: dict[str, object]) -> Path:
     return path
 
 
-async def test_nodes_that_are_started_separately_need_a_port_that_all_know(tmp_path: Path) -> None:
+async def test_nodes_that_are_started_separately_need_a_port_that_all_know(
+    tmp_path: Path,
+) -> None:
     learner = {"world_size": 2, "ranks_per_node": 1, "master": "127.0.0.1:0"}
     path = two_nodes(tmp_path, learner=learner)
     message = "learner.master needs a port that all nodes know, got 0: set it, or give --master"
@@ -274,15 +361,21 @@ async def test_a_controller_that_cannot_be_trusted_is_not_waited_for(
     cause = "Hostname Verification Check failed"
     key = (authority / "server.key").read_bytes()
     server = create_server(Credentials(certificate=certificate, key=key))
-    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)]))
+    port = server.add_secure_port(
+        "127.0.0.1:0", grpc.ssl_server_credentials([(key, certificate)])
+    )
     await server.start()
     facts = {
         "controller": ControllerSection(address=f"127.0.0.1:{port}"),
         "security": SecuritySection(tls_ca=authority / "ca.pem"),
     }
-    scene = Scene(config_of(tmp_path).model_copy(update=facts), SERVER, connect_timeout_s=600.0)
+    scene = Scene(
+        config_of(tmp_path).model_copy(update=facts), SERVER, connect_timeout_s=600.0
+    )
     try:
-        with pytest.raises(ConfigError, match=rf"^the controller at 127.0.0.1:{port}: .*{cause}"):
+        with pytest.raises(
+            ConfigError, match=rf"^the controller at 127.0.0.1:{port}: .*{cause}"
+        ):
             await ask_controller(scene)
     finally:
         await server.stop(None)
@@ -310,15 +403,21 @@ async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine
         files["wrong"].write_text("another")
         for role, file in files.items():
             user = QueueUserSection(user="rollout", password_file=file)
-            queue = QueueSection(kind="redis", redis_url=server.address, rollout_server=user)
+            queue = QueueSection(
+                kind="redis", redis_url=server.address, rollout_server=user
+            )
             config = config_of(tmp_path).model_copy(update={"queue": queue})
             if role == "right":
                 (finding,) = await check_queue(Scene(config, SERVER))
                 assert finding.seen.endswith("lets user rollout write")
                 continue
-            with pytest.raises(ConfigError, match="user rollout: invalid username-password pair"):
+            with pytest.raises(
+                ConfigError, match="user rollout: invalid username-password pair"
+            ):
                 await check_queue(Scene(config, SERVER, connect_timeout_s=60.0))
-    with pytest.raises(ConfigError, match=r"does not answer within 0 s: .*; check queue\.redis"):
+    with pytest.raises(
+        ConfigError, match=r"does not answer within 0 s: .*; check queue\.redis"
+    ):
         await check_queue(Scene(config, SERVER))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(authority / "elsewhere.pem", authority / "server.key")
@@ -329,7 +428,9 @@ async def test_a_queue_that_refuses_the_rollout_server_is_told_before_its_engine
         url = f"rediss://rollout@127.0.0.1:{port}/0?ssl_ca_certs={authority / 'ca.pem'}"
         queue = QueueSection(kind="redis", redis_url=url)
         config = config.model_copy(update={"queue": queue})
-        with pytest.raises(ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*IP address mismatch"):
+        with pytest.raises(
+            ConfigError, match=r"CERTIFICATE_VERIFY_FAILED.*IP address mismatch"
+        ):
             await check_queue(Scene(config, SERVER, connect_timeout_s=60.0))
 
 
@@ -350,7 +451,9 @@ async def test_a_dry_run_of_a_finished_run_prints_its_settings_and_then_that_it_
         run_all(path, [redis], dry_run=True),
         run_learner(path, [redis], node_rank=0, master=None, dry_run=True),
     ):
-        with pytest.raises(ConfigError, match="is finished with 10 steps; raise run.steps"):
+        with pytest.raises(
+            ConfigError, match="is finished with 10 steps; raise run.steps"
+        ):
             await run
         assert tomllib.loads(capsys.readouterr().out)["run"]["steps"] == 10
 
@@ -360,27 +463,41 @@ async def test_a_dry_run_names_the_modules_of_environments_that_are_not_there(
 ):
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("raise OSError('it is not loaded')")
-    places = {"a": "mine:A", "b": "nowhere.b:B", "c": "slipstream.environments.echo:Echo"}
-    table = [{"name": name, "reference": reference} for name, reference in places.items()]
+    places = {
+        "a": "mine:A",
+        "b": "nowhere.b:B",
+        "c": "slipstream.environments.echo:Echo",
+    }
+    table = [
+        {"name": name, "reference": reference} for name, reference in places.items()
+    ]
     scene = Scene(small_config(environments=table), WHOLE_RUN, dry_run=True)
     (finding,) = check_modules(scene)
     assert finding.seen == "b: there is no module nowhere"
     assert not [*check_modules(replace(scene, dry_run=False))], "a start loads them"
 
 
-async def test_a_dry_run_names_the_files_of_questions_that_are_not_there(tmp_path, monkeypatch):
+async def test_a_dry_run_names_the_files_of_questions_that_are_not_there(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     Path("there.jsonl").touch()
     questions = "slipstream.environments.questions:Questions"
     demonstrations = "slipstream.environments.demonstrations:Demonstrations"
     table = [
         {"name": "a", "reference": questions, "args": {"path": "there.jsonl"}},
-        {"name": "b", "reference": questions, "args": {"path": ["there.jsonl", "away.jsonl"]}},
+        {
+            "name": "b",
+            "reference": questions,
+            "args": {"path": ["there.jsonl", "away.jsonl"]},
+        },
         {"name": "c", "reference": questions, "args": {"path": "hf:owner/name"}},
         {"name": "d", "reference": questions, "args": {"path": "th*.jsonl"}},
         {"name": "e", "reference": demonstrations, "args": {"path": "away/*.parquet"}},
     ]
-    findings = [*check_modules(Scene(small_config(environments=table), WHOLE_RUN, dry_run=True))]
+    findings = [
+        *check_modules(Scene(small_config(environments=table), WHOLE_RUN, dry_run=True))
+    ]
     assert [finding.seen for finding in findings] == [
         "b: args.path names no file, away.jsonl",
         "e: args.path names no file, away/*.parquet",
@@ -447,7 +564,9 @@ class Calling(Environment):
 
 
 @pytest.mark.process
-async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(playing, capsys):
+async def test_an_environment_with_tools_needs_a_parser_before_anything_starts(
+    playing, capsys
+):
     with pytest.raises(ConfigError) as caught:
         await check_environments(Scene(playing(CALLING, "Calling")))
     assert str(caught.value) == (
@@ -466,7 +585,10 @@ async def test_an_environment_that_shows_an_image_needs_room_for_it_before_anyth
     tmp_path: Path,
 ) -> None:
     environment = {"name": "e", "reference": "deploy.environments.colours:Colours"}
-    played = {"run": {"dir": str(tmp_path)}, "environments": [environment | {"timeout_s": 20.0}]}
+    played = {
+        "run": {"dir": str(tmp_path)},
+        "environments": [environment | {"timeout_s": 20.0}],
+    }
     with pytest.raises(ConfigError) as caught:
         await check_environments(Scene(small_config(**played)))
     assert str(caught.value) == (
@@ -494,8 +616,12 @@ class Frozen(Echo):
 
 
 @pytest.mark.process
-async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(tmp_path, playing):
-    await asyncio.wait_for(check_environments(Scene(playing(HANGING, "Leaving"))), LIMIT_S)
+async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(
+    tmp_path, playing
+):
+    await asyncio.wait_for(
+        check_environments(Scene(playing(HANGING, "Leaving"))), LIMIT_S
+    )
     helper = int((tmp_path / "helper").read_text())
     # The helper's parent is gone; the process that adopts it must notice its end.
     with contextlib.suppress(psutil.NoSuchProcess):
@@ -503,10 +629,15 @@ async def test_a_check_does_not_wait_for_what_an_environment_leaves_behind(tmp_p
 
 
 @pytest.mark.process
-async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(tmp_path: Path) -> None:
+async def test_an_interpreter_that_cannot_run_a_worker_is_one_line(
+    tmp_path: Path,
+) -> None:
     bare = bare_python(tmp_path / "venv")
     for python, cause in (
-        (bare, f"environment e: {bare} lacks what a worker needs: {bare} -m pip install 'grpcio"),
+        (
+            bare,
+            f"environment e: {bare} lacks what a worker needs: {bare} -m pip install 'grpcio",
+        ),
         (
             tmp_path / "none",
             f"environment e: python must be the path of an interpreter, got {tmp_path}/none: ",
@@ -545,12 +676,16 @@ class Meeting(Echo):
 
 
 @pytest.mark.process
-async def test_a_check_that_was_killed_says_nothing_about_the_settings(monkeypatch, tmp_path):
+async def test_a_check_that_was_killed_says_nothing_about_the_settings(
+    monkeypatch, tmp_path
+):
     (tmp_path / "ends_itself.py").write_text("import os\nos.kill(os.getpid(), 9)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(preflight, "ENGINE_CHECK", "ends_itself")
     config = small_config(rollout_server={"tool_parser": "hermes"})
-    with pytest.raises(RunFailed, match="vLLM did not check rollout_server: SIGKILL ended"):
+    with pytest.raises(
+        RunFailed, match="vLLM did not check rollout_server: SIGKILL ended"
+    ):
         await check_vllm(Scene(config))
 
 
@@ -558,15 +693,27 @@ async def test_a_check_that_was_killed_says_nothing_about_the_settings(monkeypat
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        ({"rollout_server": {"chat_template_kwargs": {"think": 1}}}, "rollout_server.chat"),
-        ({"environments": [ECHO | {"chat_template_kwargs": {"think": 1}}]}, "echo: chat"),
+        (
+            {"rollout_server": {"chat_template_kwargs": {"think": 1}}},
+            "rollout_server.chat",
+        ),
+        (
+            {"environments": [ECHO | {"chat_template_kwargs": {"think": 1}}]},
+            "echo: chat",
+        ),
     ],
 )
-async def test_values_that_the_template_does_not_read_are_refused(tmp_path, table, said) -> None:
+async def test_values_that_the_template_does_not_read_are_refused(
+    tmp_path, table, said
+) -> None:
     config = small_config(**table)
-    model = config.model.model_copy(update={"path": make_model_folder(tmp_path / "model")})
+    model = config.model.model_copy(
+        update={"path": make_model_folder(tmp_path / "model")}
+    )
     scene = Scene(config.model_copy(update={"model": model}))
-    with pytest.raises(ConfigError, match=f"^{said}.*the chat template does not read 'think'"):
+    with pytest.raises(
+        ConfigError, match=f"^{said}.*the chat template does not read 'think'"
+    ):
         await check_vllm(scene)
 
 
@@ -590,7 +737,9 @@ async def test_environments_are_loaded_side_by_side_and_the_first_error_in_order
         (tmp_path / "a").unlink()
         with pytest.raises(ConfigError, match=r"^environment a: .*a met"):
             monkeypatch.setattr(preflight, "CHECKS_AT_ONCE", 3)
-            await check_environments(Scene(config.model_copy(update={"environments": failed})))
+            await check_environments(
+                Scene(config.model_copy(update={"environments": failed}))
+            )
 
 
 SILENT = """
@@ -649,7 +798,10 @@ class Unloaded(Echo):
     ],
 )
 async def test_an_environment_that_ends_its_process_while_it_is_played_is_told_if_asked(
-    playing: Callable[..., Config], capsys: pytest.CaptureFixture[str], name: str, what: str
+    playing: Callable[..., Config],
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    what: str,
 ) -> None:
     with pytest.raises(ConfigError, match=f"^environment e: {re.escape(what)}"):
         await check_environments(Scene(playing(ENDING, name)))
@@ -664,7 +816,9 @@ async def test_an_environment_that_cannot_be_loaded_is_refused_though_others_are
     playing: Callable[..., Config],
 ) -> None:
     config = playing(ENDING, "Unloaded", audit="tell")
-    with pytest.raises(ConfigError, match=r"^environment e: it has ended its process by os._exit"):
+    with pytest.raises(
+        ConfigError, match=r"^environment e: it has ended its process by os._exit"
+    ):
         await check_environments(Scene(config))
 
 
@@ -683,7 +837,10 @@ async def test_plays_for_which_a_start_has_no_time_are_in_the_log_alone(
     config = playing(PLAIN, "Plain")
     await check_environments(Scene(config))
     assert capsys.readouterr().err == ""
-    assert "had no time within 0 s" in (config.run_dir / "logs" / "preflight.log").read_text()
+    assert (
+        "had no time within 0 s"
+        in (config.run_dir / "logs" / "preflight.log").read_text()
+    )
 
 
 PRINTING = """
@@ -702,12 +859,16 @@ async def test_a_log_of_the_checks_that_cannot_be_written_is_named(playing) -> N
     config = playing(PRINTING, "Printing")
     path = config.run_dir / "logs" / "preflight.log"
     path.mkdir(parents=True)
-    with pytest.raises(ConfigError, match=f"^{path} cannot be written: Is a directory$"):
+    with pytest.raises(
+        ConfigError, match=f"^{path} cannot be written: Is a directory$"
+    ):
         await check_environments(Scene(config))
 
 
 @pytest.mark.process
-async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alone(playing):
+async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alone(
+    playing,
+):
     config = playing(PRINTING, "Printing")
     path = config.run_dir / "logs" / "preflight.log"
     for _ in range(2):
@@ -726,14 +887,19 @@ async def test_what_an_environment_printed_last_is_kept_of_its_newest_check_alon
 async def test_an_environment_that_holds_its_process_is_given_up(playing, monkeypatch):
     monkeypatch.setattr(preflight, "WORKER_GRACE_S", -75.0)
     config = playing(HANGING, "Frozen")
-    with pytest.raises(ConfigError, match="e: its check did not end within 5 s, 20 s for each"):
+    with pytest.raises(
+        ConfigError, match="e: its check did not end within 5 s, 20 s for each"
+    ):
         await asyncio.wait_for(check_environments(Scene(config)), LIMIT_S)
 
 
 @pytest.mark.process
 async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(playing):
     quiet = "raise RuntimeError('no data')\n"
-    for name, code in (("quiet", quiet), ("loud", f"print('looking for data')\n{quiet}")):
+    for name, code in (
+        ("quiet", quiet),
+        ("loud", f"print('looking for data')\n{quiet}"),
+    ):
         config = playing(code, "E", run=name)
         with pytest.raises(ConfigError, match="RuntimeError: no data") as caught:
             await check_environments(Scene(config))
@@ -745,20 +911,28 @@ async def test_a_refused_run_leaves_no_folder_unless_an_environment_printed(play
 
 @pytest.mark.parametrize("parts", [CONTROLLER | LEARNER, SERVER, WHOLE_RUN], ids=sorted)
 @pytest.mark.parametrize("variable", ["NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"])
-def test_an_interface_that_is_not_there_is_named_on_every_host(parts, variable, monkeypatch):
+def test_an_interface_that_is_not_there_is_named_on_every_host(
+    parts, variable, monkeypatch
+):
     """Also on a learner's only node: gloo looks it up, after the model has loaded."""
     scene = Scene(small_config(), parts)
     monkeypatch.setenv(variable, "lo")
     assert check_interfaces(scene) is None
     monkeypatch.setenv(variable, "eth7")
-    with pytest.raises(ConfigError, match=f"{variable}=eth7 names no interface of this host"):
+    with pytest.raises(
+        ConfigError, match=f"{variable}=eth7 names no interface of this host"
+    ):
         check_interfaces(scene)
 
 
-async def test_a_loop_begins_only_where_its_http_process_can_listen(tmp_path: Path) -> None:
+async def test_a_loop_begins_only_where_its_http_process_can_listen(
+    tmp_path: Path,
+) -> None:
     async def refusal(port: int) -> str:
         with pytest.raises(ConfigError) as caught:
-            await run_tinker(tmp_path / "own.toml", [], port=port, in_flight=False, dry_run=True)
+            await run_tinker(
+                tmp_path / "own.toml", [], port=port, in_flight=False, dry_run=True
+            )
         return str(caught.value)
 
     taken = free_port("127.0.0.1")

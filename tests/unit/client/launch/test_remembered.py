@@ -54,8 +54,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def counted(folder: Path, **changes: object) -> Config:
-    section = {"name": "e", "reference": "counted:Counted", "timeout_s": 60.0, **changes}
-    return small_config(run={"dir": str(folder / "runs"), "name": "r"}, environments=[section])
+    section = {
+        "name": "e",
+        "reference": "counted:Counted",
+        "timeout_s": 60.0,
+        **changes,
+    }
+    return small_config(
+        run={"dir": str(folder / "runs"), "name": "r"}, environments=[section]
+    )
 
 
 def num_loads(folder: Path) -> int:
@@ -72,8 +79,9 @@ async def test_a_check_that_has_passed_is_not_repeated_and_says_so(
     await check_environments(Scene(counted(folder)))
     second = capsys.readouterr()
     assert num_loads(folder) == loads
-    assert "1 environment passed a check in the last 10 minutes, which is not repeated" in (
-        second.out
+    assert (
+        "1 environment passed a check in the last 10 minutes, which is not repeated"
+        in (second.out)
     )
     assert second.err == first.err
 
@@ -114,7 +122,9 @@ async def test_a_check_of_other_settings_variables_or_parts_is_made(
         assert num_loads(folder) > loads
 
 
-async def test_a_program_is_started_again_when_a_file_beside_it_has_changed(folder: Path) -> None:
+async def test_a_program_is_started_again_when_a_file_beside_it_has_changed(
+    folder: Path,
+) -> None:
     program = folder / "agent" / "program.py"
     command = {
         "reference": "slipstream.environments.command:Command",

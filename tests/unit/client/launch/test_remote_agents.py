@@ -56,6 +56,8 @@ async def test_an_agent_from_elsewhere_is_begun_by_the_address_of_the_settings(
         assert url.startswith(f"http://{listen}/")
 
 
-async def test_an_agent_from_elsewhere_without_an_address_is_refused(tmp_path: Path) -> None:
+async def test_an_agent_from_elsewhere_without_an_address_is_refused(
+    tmp_path: Path,
+) -> None:
     with pytest.raises(ConfigError, match="set agents.listen"):
         await check_environments(Scene(settings(tmp_path)))

@@ -13,7 +13,9 @@ def test_each_pause_is_twice_the_one_before_up_to_a_limit() -> None:
 
 def test_only_a_program_that_ends_soon_after_its_start_waits_for_the_next() -> None:
     policy = RestartPolicy(8)
-    pauses = [policy.pause_after(FAILED, age_s=age_s) for age_s in (0.25, 5.0, 1.0, 60.0)]
+    pauses = [
+        policy.pause_after(FAILED, age_s=age_s) for age_s in (0.25, 5.0, 1.0, 60.0)
+    ]
     assert pauses == [0.75, 0.0, 3.0, 0.0]
 
 
@@ -25,7 +27,12 @@ def test_a_failure_that_a_restart_would_repeat_is_final(code: int) -> None:
 def test_a_second_start_in_a_row_that_fails_is_final() -> None:
     policy = RestartPolicy(8)
     codes = [NOT_STARTED, FAILED, NOT_STARTED, NOT_STARTED]
-    assert [policy.pause_after(code) is None for code in codes] == [False, False, False, True]
+    assert [policy.pause_after(code) is None for code in codes] == [
+        False,
+        False,
+        False,
+        True,
+    ]
 
 
 def test_progress_forgives_earlier_deaths() -> None:

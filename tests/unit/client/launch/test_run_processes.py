@@ -65,7 +65,9 @@ async def test_a_server_for_which_the_machine_has_no_process_ends_the_run_with_t
 ) -> None:
     controller = Listening()
     async with at_an_address(controller) as address:
-        config = small_config(run={"dir": str(tmp_path)}, controller={"address": address})
+        config = small_config(
+            run={"dir": str(tmp_path)}, controller={"address": address}
+        )
         async with RunProcesses(config, OPEN, Placement()) as processes:
             monkeypatch.setattr(sys, "executable", "/missing/python")
             processes.keep_rollout_server(0)
@@ -78,14 +80,20 @@ async def test_each_server_is_told_its_own_memory_and_episodes(tmp_path, monkeyp
     settings: dict[str, list[str]] = {}
 
     async def start(
-        _config: Config, name: str, _module: str, arguments: Sequence[str], _environ: object
+        _config: Config,
+        name: str,
+        _module: str,
+        arguments: Sequence[str],
+        _environ: object,
     ) -> Child:
         settings[name] = [word.partition("rollout_server.")[2] for word in arguments]
         raise OSError(0, "enough")
 
     monkeypatch.setattr(run_processes, "start_in_run", start)
     places = Placement(("0",), (("1",), ("0",)), memory=(0.9, 0.3))
-    config = small_config(run={"dir": str(tmp_path)}, rollout_server={"max_episodes": 16})
+    config = small_config(
+        run={"dir": str(tmp_path)}, rollout_server={"max_episodes": 16}
+    )
     async with RunProcesses(config, OPEN, places) as processes:
         monkeypatch.setattr(processes, "_stop_run", lambda *_, **__: asyncio.sleep(0))
         for number in range(2):
@@ -106,7 +114,9 @@ async def test_a_process_that_ended_is_not_signalled_at_the_end_of_the_run(
     async def start(_config: Config, name: str, *_: object) -> SimpleNamespace:
         code = 0 if len(started) == restarts else 1
         process = SimpleNamespace(wait=AsyncMock(), returncode=code)
-        child = SimpleNamespace(name=name, process=process, signals=[], is_running=False)
+        child = SimpleNamespace(
+            name=name, process=process, signals=[], is_running=False
+        )
         child.signal, child.stop = child.signals.append, AsyncMock()
         started.append(child)
         return child
@@ -151,13 +161,19 @@ async def test_a_run_goes_on_without_a_second_server_that_nobody_asked_for(
         for number in range(2):
             processes.keep_rollout_server(number)
         await asyncio.gather(*processes._servers.values())
-    ended = ["server-0 has ended"] if is_extended else ["server-0 has ended", "server-1 has ended"]
+    ended = (
+        ["server-0 has ended"]
+        if is_extended
+        else ["server-0 has ended", "server-1 has ended"]
+    )
     assert [call.args[0] for call in stopped.call_args_list] == ended
     goes_on = ["server-1 has ended; the run goes on without it"]
     assert warned == (goes_on if is_extended else [])
 
 
-async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, monkeypatch):
+async def test_what_a_killed_server_has_left_is_removed_at_the_end(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     abandoned = tmp_path / "slipstream-sockets-abcdefgh"
     abandoned.mkdir(mode=0o700)
@@ -169,7 +185,9 @@ async def test_what_a_killed_server_has_left_is_removed_at_the_end(tmp_path, mon
     folder.close()
 
 
-async def test_what_a_killed_command_has_left_is_removed_at_the_next_start(tmp_path, monkeypatch):
+async def test_what_a_killed_command_has_left_is_removed_at_the_next_start(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     abandoned = tmp_path / "slipstream-sockets-abcdefgh"
     abandoned.mkdir(mode=0o700)
@@ -214,14 +232,18 @@ async def test_one_signal_ends_a_run_whose_controller_gives_no_answer(
     monkeypatch.setattr(run_processes, "STOP_LIMIT_S", 0.5)
     async with with_controller(tmp_path) as processes:
         os.kill(os.getpid(), signal.SIGINT)
-        assert await run_with_a_deaf_controller(tmp_path, processes) == 128 + signal.SIGINT
+        assert (
+            await run_with_a_deaf_controller(tmp_path, processes) == 128 + signal.SIGINT
+        )
     out = capsys.readouterr().out
     ended = "! the controller does not answer, DEADLINE_EXCEEDED; the run is ended"
     assert f"{ended}; resume it with: {this_command()}\n" in out
 
 
 @pytest.mark.process
-async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(tmp_path, capsys):
+async def test_a_controller_that_was_stopped_goes_on_and_ends_the_run_in_order(
+    tmp_path, capsys
+):
     async with with_controller(tmp_path) as processes:
         processes.start_controller(num_servers=0)
         running = asyncio.ensure_future(processes.wait())
@@ -291,18 +313,24 @@ async def test_a_controller_that_stands_still_while_the_run_is_stopped_is_not_st
         await until(lambda: processes._display.last_event)
         processes._display.show(status_pb2.Event(number=9, text="stopping: enough"))
         processes._children[0].signal(signal.SIGSTOP)
-        with pytest.raises(RunFailed, match="no answer for 3 s while the run was stopped"):
+        with pytest.raises(
+            RunFailed, match="no answer for 3 s while the run was stopped"
+        ):
             await running
 
 
 class Answers(RunCalls):
     """Calls that take the given seconds of a clock, with an answer or without one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, bool]) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *looks: tuple[float, bool]
+    ) -> None:
         super().__init__("127.0.0.1:1", OPEN)
         self._looks = list(looks)
         self._now_s = 0.0
-        monkeypatch.setattr(patience, "time", SimpleNamespace(monotonic=lambda: self._now_s))
+        monkeypatch.setattr(
+            patience, "time", SimpleNamespace(monotonic=lambda: self._now_s)
+        )
         monkeypatch.setattr(asyncio, "sleep", self._pass)
 
     async def _pass(self, seconds: float) -> None:
@@ -327,7 +355,9 @@ async def test_a_controller_that_refuses_a_call_is_not_silent() -> None:
     assert not await RunCalls(address, OPEN).answers()
 
 
-async def test_a_controller_is_silent_after_a_minute_without_an_answer(monkeypatch) -> None:
+async def test_a_controller_is_silent_after_a_minute_without_an_answer(
+    monkeypatch,
+) -> None:
     late = (5.0, False)
     # Nine times 7 seconds are more than a minute.
     calls = Answers(monkeypatch, (0.1, True), *[late] * 8, (0.1, True), *[late] * 10)
@@ -359,7 +389,9 @@ async def test_a_cause_that_the_controller_could_not_be_told_is_that_of_the_run(
         await until(lambda: (tmp_path / "test" / "logs" / "controller.log").exists())
         monkeypatch.setattr(sys, "executable", "/missing/python")
         processes.keep_rollout_server(0)
-        with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
+        with pytest.raises(
+            RunFailed, match="rollout server server-0 cannot be started"
+        ):
             await running
 
 
@@ -389,7 +421,9 @@ async def test_a_signal_while_a_cause_waits_for_the_controller_does_not_hide_it(
         processes.keep_rollout_server(0)
         await is_asked.wait()
         os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(RunFailed, match="rollout server server-0 cannot be started"):
+        with pytest.raises(
+            RunFailed, match="rollout server server-0 cannot be started"
+        ):
             await running
     assert capsys.readouterr().out.count("the controller does not answer") == 1
 
@@ -415,7 +449,9 @@ async def test_a_cause_that_was_told_is_not_followed_by_the_end_of_the_controlle
 
 
 @pytest.mark.process
-async def test_a_controller_that_dies_while_the_run_is_stopped_is_not_started_again(tmp_path):
+async def test_a_controller_that_dies_while_the_run_is_stopped_is_not_started_again(
+    tmp_path,
+):
     """The next one would not know of the stop, and wait for the trainer that has left."""
     async with with_controller(tmp_path) as processes:
         processes._display.show(status_pb2.Event(number=1, text="stopping: enough"))
@@ -488,7 +524,9 @@ class Stopping(Listening):
         return status_pb2.RunStatus(state=state)
 
 
-async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time(monkeypatch):
+async def test_a_node_that_must_leave_stops_the_run_and_leaves_ranks_their_time(
+    monkeypatch,
+):
     monkeypatch.setattr(run_processes, "GRACE_S", 0.02)
     monkeypatch.setattr(run_processes, "LOOK_S", 0.01)
     controller = Stopping()

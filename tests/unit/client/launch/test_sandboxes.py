@@ -19,9 +19,13 @@ def test_the_sandbox_of_this_machine_is_named_with_its_bound_of_threads() -> Non
     bounding = [name for name in BACKENDS if not reasons[name] and bounds_threads(name)]
     working = [name for name in BACKENDS if not reasons[name]]
     if bounding:
-        assert finding == ok(f"{bounding[0]}; the kernel bounds the threads of a program")
+        assert finding == ok(
+            f"{bounding[0]}; the kernel bounds the threads of a program"
+        )
     elif working:
-        assert finding.seen.startswith(f"{working[0]}; the threads of a program are only counted")
+        assert finding.seen.startswith(
+            f"{working[0]}; the threads of a program are only counted"
+        )
     else:
         assert all(reason in finding.seen for reason in reasons.values())
 

@@ -32,12 +32,18 @@ def test_the_shell_of_a_task_calls_a_command_of_ours() -> None:
         mounted = {name.replace("~", "/home/me") for name in task["file_mounts"]}
         assert {str(file) for file in files} < mounted
         if task["name"] == "learner":
-            assert (arguments.node_rank, arguments.master) == (1, "learner-0.first:29500")
+            assert (arguments.node_rank, arguments.master) == (
+                1,
+                "learner-0.first:29500",
+            )
             assert str(config.run_dir) == "/runs/first"
             assert f"{PLACE}/secrets/server.key" in mounted
         else:
             assert arguments.controller == "learner-0.first:7070"
-            assert (arguments.server_id, arguments.connect_timeout_s) == (task["name"], 3600)
+            assert (arguments.server_id, arguments.connect_timeout_s) == (
+                task["name"],
+                3600,
+            )
             # The key of the controller's certificate stays with the learner.
             assert config.security.tls_key is None
             token = task["file_mounts"]["~/slipstream/secrets/token"]

@@ -47,7 +47,10 @@ class Site:
 
     def start(self, script: str, **environ: str) -> subprocess.Popen[bytes]:
         """Starts a job of the quickstart."""
-        settings = {"PATH": f"{self.folder}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "2"}
+        settings = {
+            "PATH": f"{self.folder}:{os.environ['PATH']}",
+            "SLURM_CPUS_PER_TASK": "2",
+        }
         with (self.folder / "log").open("wb") as log:
             return subprocess.Popen(
                 ["bash", "-c", script, "job", str(CONFIG), "run.steps=3"],
@@ -113,7 +116,10 @@ def test_the_command_of_a_rollout_job_is_one_of_ours(site, running) -> None:
     arguments = parse(site.started.split())
     config = load_config(arguments.path, arguments.overrides)
     assert (config.run.name, config.run.steps) == ("quick", 3)
-    assert (str(config.security.token_file), config.security.tls_key) == ("secrets/token", None)
+    assert (str(config.security.token_file), config.security.tls_key) == (
+        "secrets/token",
+        None,
+    )
     assert arguments.server_id == "server-3"
 
 
@@ -138,7 +144,9 @@ def test_a_server_follows_the_learner_to_another_node(site, running) -> None:
     assert running.poll() is None
 
 
-def test_a_rollout_job_waits_for_a_learners_job_that_is_not_there_yet(site: Site) -> None:
+def test_a_rollout_job_waits_for_a_learners_job_that_is_not_there_yet(
+    site: Site,
+) -> None:
     """Also where an earlier run of that name has left its address, and something answers there."""
     (site.folder / "jobs").write_text("")
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -159,7 +167,9 @@ def test_a_rollout_job_waits_for_a_learners_job_that_is_not_there_yet(site: Site
             job.wait()
 
 
-def test_a_requeued_rollout_job_does_not_wait_for_a_run_that_is_over(site: Site) -> None:
+def test_a_requeued_rollout_job_does_not_wait_for_a_run_that_is_over(
+    site: Site,
+) -> None:
     (site.folder / "jobs").write_text("")
     job = rollout_job(site, SLURM_RESTART_COUNT="1")
     assert (job.wait(LIMIT_S), site.started) == (0, "")
@@ -174,10 +184,13 @@ LEARNER_PROGRAMS = {
 }
 
 
-def learner_job(site: Site, end: str, *, steps: int, code: int = 143) -> subprocess.Popen[bytes]:
+def learner_job(
+    site: Site, end: str, *, steps: int, code: int = 143
+) -> subprocess.Popen[bytes]:
     """Starts a learner's job that makes so many steps, and ends with this code."""
     make = (
-        f"mkdir -p runs/quick; for n in $(seq {steps}); do echo >> runs/quick/metrics.jsonl; done"
+        f"mkdir -p runs/quick; for n in $(seq {steps}); do echo >> "
+        f"runs/quick/metrics.jsonl; done"
     )
     ours = f'echo "$@" --node-rank "$NODE_RANK" > started; {make}; exit {code}'
     for name, text in (LEARNER_PROGRAMS | {"slipstream": ours}).items():
@@ -203,7 +216,9 @@ def test_the_command_of_a_learners_job_is_one_of_ours(site: Site) -> None:
     [("2000-01-01T00:00:00", 1), ("2100-01-01T00:00:00", 0), ("N/A", 0)],
     ids=["a step was made", "somebody else told it to end", "no limit"],
 )
-def test_a_learners_job_that_is_told_to_end_comes_back(site: Site, end: str, steps: int) -> None:
+def test_a_learners_job_that_is_told_to_end_comes_back(
+    site: Site, end: str, steps: int
+) -> None:
     job = learner_job(site, end, steps=steps)
     assert job.wait(LIMIT_S) == 143, site.said
     assert (site.folder / "requeued").read_text() == "requeue 7\n"

@@ -30,7 +30,9 @@ class ScriptedRanks(RunProcesses):
             arguments = [str(folder / f"count-{rank}"), *map(str, codes)]
             environ = {"PYTHONPATH": str(Path(exits.__file__).parent)}
             log = folder / f"{name}.log"
-            child = await start_child(name, "exits", arguments, log_path=log, environ=environ)
+            child = await start_child(
+                name, "exits", arguments, log_path=log, environ=environ
+            )
             self._ranks.append(child)
 
 
@@ -40,12 +42,16 @@ async def kept(folder, *codes, reached=()):
     `reached`: what the controller says after each death; it does not answer after the others.
     """
     messages: list[str] = []
-    answers = (pb.RunStatus(step=step, checkpoint_step=saved) for step, saved in reached)
+    answers = (
+        pb.RunStatus(step=step, checkpoint_step=saved) for step, saved in reached
+    )
 
     async def look() -> pb.RunStatus | None:
         return next(answers, None)
 
-    ranks = ScriptedRanks(config_of(folder), Credentials(None, None, None, None), Placement())
+    ranks = ScriptedRanks(
+        config_of(folder), Credentials(None, None, None, None), Placement()
+    )
     ranks.codes = codes
     ranks.warn = messages.append
     ranks._calls.look = look
@@ -62,8 +68,12 @@ async def test_what_fails_while_it_loads_is_started_once_more(tmp_path: Path) ->
     assert line.endswith("the trainer starts again, start 2")
 
 
-@pytest.mark.parametrize("answers", [0, 9], ids=["no controller", "the same version each time"])
-async def test_ranks_that_get_no_further_are_not_started_again_for_ever(answers, tmp_path):
+@pytest.mark.parametrize(
+    "answers", [0, 9], ids=["no controller", "the same version each time"]
+)
+async def test_ranks_that_get_no_further_are_not_started_again_for_ever(
+    answers, tmp_path
+):
     # Every start resumes at version 50, makes 51 to 70 again, and dies.
     reached = [(70, 50)] * answers
     failed, messages = await kept(tmp_path, (1,) * 9, reached=reached)
@@ -74,7 +84,9 @@ async def test_ranks_that_get_no_further_are_not_started_again_for_ever(answers,
 
 @pytest.mark.parametrize("what", [0, 1], ids=["version", "checkpoint"])
 async def test_ranks_that_get_further_may_die_as_often_as_new_ones(what, tmp_path):
-    reached = [(100 + death, 50) if what == 0 else (70, 100 + death) for death in range(6)]
+    reached = [
+        (100 + death, 50) if what == 0 else (70, 100 + death) for death in range(6)
+    ]
     failed, messages = await kept(tmp_path, (1,) * 6 + (0,), reached=reached)
     assert failed is None
     assert len(messages) == 6

@@ -30,7 +30,9 @@ class Waiting(status_pb2_grpc.StatusServiceServicer):
         self.questions += 1
         if self.questions == 3:
             self.asked.set()
-        return status_pb2.RunStatus(state=status_pb2.RUN_STATE_STARTING, waiting_for="the trainer")
+        return status_pb2.RunStatus(
+            state=status_pb2.RUN_STATE_STARTING, waiting_for="the trainer"
+        )
 
 
 @pytest.mark.parametrize(
@@ -38,17 +40,31 @@ class Waiting(status_pb2_grpc.StatusServiceServicer):
     [
         ({"waiting_for": "t"}, {}, "waits for t; no rollout server has joined yet"),
         ({"waiting_for": "t"}, {"a": "SERVING"}, "waits for t"),
-        ({"waiting_for": "t"}, {"a": "SERVING", "b": "LOADING"}, "waits for t; b is loading"),
-        ({"state": "RUN_STATE_STOPPING"}, {"b": "LOADING"}, "the run is stopping; b is loading"),
+        (
+            {"waiting_for": "t"},
+            {"a": "SERVING", "b": "LOADING"},
+            "waits for t; b is loading",
+        ),
+        (
+            {"state": "RUN_STATE_STOPPING"},
+            {"b": "LOADING"},
+            "the run is stopping; b is loading",
+        ),
         (
             {"waiting_for": "t"},
             {"a": "LEFT"},
             "waits for t; a has left; no rollout server is connected",
         ),
-        ({"waiting_for": "t"}, {"a": "LEFT", "b": "SERVING"}, "waits for t; a has left"),
+        (
+            {"waiting_for": "t"},
+            {"a": "LEFT", "b": "SERVING"},
+            "waits for t; a has left",
+        ),
     ],
 )
-def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve(run, servers, line):
+def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve(
+    run, servers, line
+):
     status = status_pb2.RunStatus(**run)
     for name, state in servers.items():
         status.servers.add(server_id=name, state=f"SERVER_STATE_{state}")
@@ -58,8 +74,18 @@ def test_the_line_names_what_is_waited_for_and_servers_that_do_not_serve(run, se
 def test_the_line_says_how_far_open_episodes_are_and_how_fast() -> None:
     status = status_pb2.RunStatus(waiting_for="t")
     for name, report in {
-        "a": {"open_episodes": 3, "in_flight_tokens": 4000, "generated_tokens": 900, "busy_s": 9},
-        "b": {"open_episodes": 1, "in_flight_tokens": 801, "generated_tokens": 1000, "busy_s": 10},
+        "a": {
+            "open_episodes": 3,
+            "in_flight_tokens": 4000,
+            "generated_tokens": 900,
+            "busy_s": 9,
+        },
+        "b": {
+            "open_episodes": 1,
+            "in_flight_tokens": 801,
+            "generated_tokens": 1000,
+            "busy_s": 10,
+        },
         # Neither has it begun, nor does it work on any.
         "c": {"open_episodes": 1},
         "d": {"generated_tokens": 900, "busy_s": 1},
@@ -67,7 +93,10 @@ def test_the_line_says_how_far_open_episodes_are_and_how_fast() -> None:
         status.servers.add(server_id=name, state="SERVER_STATE_SERVING", report=report)
     under_way = "5 episodes under way, with 960 tokens each so far, at 200 tok/s in all"
     run = run_from_pb(status)
-    assert wait_line(run, 3072) == f"waits for t; {under_way} (sampling.max_reply_tokens = 3,072)"
+    assert (
+        wait_line(run, 3072)
+        == f"waits for t; {under_way} (sampling.max_reply_tokens = 3,072)"
+    )
     assert under_way in status_lines(run)
 
 
@@ -93,7 +122,8 @@ async def test_silence_is_broken_again_and_again_less_often(
     lines = out.getvalue().splitlines()
     assert 2 <= len(lines) <= 3
     assert all(
-        line.endswith("waits for the trainer; no rollout server has joined yet") for line in lines
+        line.endswith("waits for the trainer; no rollout server has joined yet")
+        for line in lines
     )
 
 
@@ -104,8 +134,12 @@ async def test_a_controller_without_an_answer_is_told(
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     display = Display(config_of(tmp_path))
-    telling = asyncio.create_task(tell_waits(display, RunCalls("127.0.0.1:1", OPEN), 3072))
+    telling = asyncio.create_task(
+        tell_waits(display, RunCalls("127.0.0.1:1", OPEN), 3072)
+    )
     await until(out.getvalue, 20)
     telling.cancel()
     await asyncio.gather(telling, return_exceptions=True)
-    assert "! the controller gives no answer: failed to connect to all" in out.getvalue()
+    assert (
+        "! the controller gives no answer: failed to connect to all" in out.getvalue()
+    )

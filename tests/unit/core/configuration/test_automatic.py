@@ -9,7 +9,12 @@ from slipstream.core.configuration.config_file import dump_config, load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 
-TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
+TINY = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 32,
+}
 LARGE = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
 LARGE |= {"num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256}
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -18,11 +23,18 @@ MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def chosen(folder: Path, model: dict[str, Any] = TINY, **tables: Any) -> Config:
     """The settings of a file with model, environment, steps and `tables`."""
     (folder / "model").mkdir(exist_ok=True)
-    fields = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 256, **model}
+    fields = {
+        "architectures": ["LlamaForCausalLM"],
+        "max_position_embeddings": 256,
+        **model,
+    }
     (folder / "model" / "config.json").write_text(json.dumps(fields))
     table = {
         "run": {"steps": 90, "dir": str(folder), **tables.pop("run", {})},
-        "model": {"path": str(folder / "model"), "dtype": tables.pop("dtype", "bfloat16")},
+        "model": {
+            "path": str(folder / "model"),
+            "dtype": tables.pop("dtype", "bfloat16"),
+        },
         "environments": [{"reference": "a.b:Sums"}],
     }
     return Config.model_validate(completed(table | tables))
@@ -31,15 +43,22 @@ def chosen(folder: Path, model: dict[str, Any] = TINY, **tables: Any) -> Config:
 def test_a_run_is_named_by_its_model_and_environments(tmp_path: Path) -> None:
     config = chosen(tmp_path)
     assert (config.run.name, config.environments[0].name) == ("model-sums", "sums")
-    named = chosen(tmp_path, run={"name": "mine"}, environments=[{"reference": "a:B", "name": "c"}])
+    named = chosen(
+        tmp_path, run={"name": "mine"}, environments=[{"reference": "a:B", "name": "c"}]
+    )
     assert (named.run.name, named.environments[0].name) == ("mine", "c")
     measured = [{"reference": "a.b:Sums", "every_steps": 5}]
     also = chosen(tmp_path, evaluations=measured)
-    assert (also.run.name, also.evaluations[0].name) == ("model-sums", "sums-evaluation")
+    assert (also.run.name, also.evaluations[0].name) == (
+        "model-sums",
+        "sums-evaluation",
+    )
 
 
 def test_a_stated_value_wins_and_the_others_follow_it(tmp_path: Path) -> None:
-    config = chosen(tmp_path, algorithm={"group_size": 4, "mini_batches": 3, "learning_rate": 0.5})
+    config = chosen(
+        tmp_path, algorithm={"group_size": 4, "mini_batches": 3, "learning_rate": 0.5}
+    )
     assert (config.algorithm.group_size, config.algorithm.learning_rate) == (4, 0.5)
     assert config.algorithm.groups_per_step == 30
     assert config.rollout_server.max_episodes == 120
@@ -62,13 +81,17 @@ def test_lengths_are_those_of_the_model(tmp_path: Path) -> None:
     assert config.learner.micro_batch_tokens == 4096
     long = {"max_position_embeddings": 131072}
     assert chosen(tmp_path, TINY | long).sampling.max_episode_tokens == 4096
-    settings = chosen(tmp_path, TINY | long, sampling={"max_reply_tokens": 9000}).sampling
+    settings = chosen(
+        tmp_path, TINY | long, sampling={"max_reply_tokens": 9000}
+    ).sampling
     assert (settings.max_reply_tokens, settings.max_episode_tokens) == (9000, 12000)
     whole = chosen(tmp_path, TINY | long, sampling={"max_episode_tokens": 20000})
     assert whole.sampling.max_reply_tokens == 15000
     assert whole.learner.micro_batch_tokens == 20000
     split = {"world_size": 3, "parallel": {"cp": 3}}
-    uneven = chosen(tmp_path, TINY | long, sampling={"max_episode_tokens": 20000}, learner=split)
+    uneven = chosen(
+        tmp_path, TINY | long, sampling={"max_episode_tokens": 20000}, learner=split
+    )
     assert uneven.learner.micro_batch_tokens == 8192
 
 
@@ -113,7 +136,10 @@ def test_weights_have_time_and_room_by_their_bytes(tmp_path: Path) -> None:
 def test_stages_leave_less_for_each_worker_to_hold(tmp_path: Path) -> None:
     model = LARGE | {"num_hidden_layers": 320}
     stages = {"pipeline_parallel_size": 2}
-    assert chosen(tmp_path, model, rollout_server=stages).rollout_server.num_workers == 2 * 2
+    assert (
+        chosen(tmp_path, model, rollout_server=stages).rollout_server.num_workers
+        == 2 * 2
+    )
 
 
 SMALL = {"hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16}
@@ -121,7 +147,11 @@ SMALL |= {"num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151
 SMALL |= {"head_dim": 128, "tie_word_embeddings": True}
 MIDDLE = SMALL | {"hidden_size": 2048, "intermediate_size": 6144}
 # The width of Qwen3-30B-A3B.
-WIDE_MIXTURE = SMALL | {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4}
+WIDE_MIXTURE = SMALL | {
+    "hidden_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+}
 WIDE_MIXTURE |= {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128}
 WIDE_MIXTURE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
 LONG = {"max_position_embeddings": 4096}
@@ -151,8 +181,22 @@ def test_micro_batches_are_long_enough_for_a_gpu(model, tables, tokens, tmp_path
     [
         # Three open steps of 128 episodes, with half of 1,152 tokens each.
         (SMALL, {"sampling": {"max_episode_tokens": 1152}}, 384),
-        (SMALL, {"sampling": {"max_episode_tokens": 1152}, "algorithm": {"max_staleness": 0}}, 128),
-        (SMALL, {"sampling": {"max_episode_tokens": 1152}, "algorithm": {"max_staleness": 7}}, 512),
+        (
+            SMALL,
+            {
+                "sampling": {"max_episode_tokens": 1152},
+                "algorithm": {"max_staleness": 0},
+            },
+            128,
+        ),
+        (
+            SMALL,
+            {
+                "sampling": {"max_episode_tokens": 1152},
+                "algorithm": {"max_staleness": 7},
+            },
+            512,
+        ),
         # 70 GB hold the weights and so many halves of 4,096 tokens.
         (SMALL, {}, 292),
         # Replies of 1,024 tokens are half as long.
@@ -173,9 +217,13 @@ def test_a_server_has_episodes_of_all_open_steps_as_far_as_its_cache_goes(
 
 def test_settings_that_need_others_bring_them(tmp_path: Path) -> None:
     assert not chosen(tmp_path).learner.offload.gives_memory_back
-    assert chosen(tmp_path, controller={"turns": "sleep"}).learner.offload.gives_memory_back
+    assert chosen(
+        tmp_path, controller={"turns": "sleep"}
+    ).learner.offload.gives_memory_back
     environments = [{"reference": "a:B", "adapter": "one"}]
-    config = chosen(tmp_path, lora={"rank": 4, "adapters": ["one"]}, environments=environments)
+    config = chosen(
+        tmp_path, lora={"rank": 4, "adapters": ["one"]}, environments=environments
+    )
     assert config.lora.publishes_adapters
 
 
@@ -186,7 +234,10 @@ def test_mixtures_replay_their_routing_where_it_can_be_recorded(tmp_path: Path) 
     assert chosen(tmp_path).algorithm.router_replay == "off"
     assert found() == "rollout"
     assert found(sampling={"stop": ["."]}) == "off"
-    assert found(rollout_server={"engine": {"speculative_config": {"method": "ngram"}}}) == "off"
+    assert (
+        found(rollout_server={"engine": {"speculative_config": {"method": "ngram"}}})
+        == "off"
+    )
     assert found(lora={"rank": 4}) == "rollout"
     assert found(lora={"rank": 4}, algorithm={"kl": {"coefficient": 0.1}}) == "off"
     assert found(algorithm={"router_replay": "off"}) == "off"
@@ -242,7 +293,9 @@ def test_settings_need_no_file() -> None:
     assert load_config(None, ["run.steps=4", "model.path=models/tiny"]).run.steps == 4
     with pytest.raises(ConfigError, match=r"^command line: run\.steps is required$"):
         load_config(None, ["model.path=models/tiny"])
-    with pytest.raises(ConfigError, match=r"^command line: algorithm\.group_size: input should"):
+    with pytest.raises(
+        ConfigError, match=r"^command line: algorithm\.group_size: input should"
+    ):
         load_config(None, ["run.steps=4", "model.path=m", "algorithm.group_size=x"])
 
 

@@ -68,7 +68,11 @@ def test_each_stage_of_an_engine_receives_the_weights_and_keeps_its_layers(tmp_p
     whole = bytes_of(tmp_path)
     staged = bytes_of(
         tmp_path,
-        rollout_server={"tensor_parallel_size": 2, "pipeline_parallel_size": 2, "count": 3},
+        rollout_server={
+            "tensor_parallel_size": 2,
+            "pipeline_parallel_size": 2,
+            "count": 3,
+        },
     )
     assert staged.communicator_ranks - whole.communicator_ranks == 3 * 2
     sizes = read_model_sizes(tmp_path)

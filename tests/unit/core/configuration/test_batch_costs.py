@@ -74,7 +74,9 @@ def test_the_figures_are_those_that_were_measured() -> None:
         assert figure == pytest.approx(value, rel=0.05), name
 
 
-def test_experts_of_a_large_mixture_cost_the_controller_more_than_training(tmp_path: Path) -> None:
+def test_experts_of_a_large_mixture_cost_the_controller_more_than_training(
+    tmp_path: Path,
+) -> None:
     config, num_bytes, costs = plan_of(tmp_path)
     # 94 layers of 8 experts.
     assert num_bytes.experts_per_token == 752
@@ -91,7 +93,9 @@ def test_experts_of_a_large_mixture_cost_the_controller_more_than_training(tmp_p
         6 * sizes.active_parameters * num_tokens / (256 * 4e14)
     )
     (warning,) = costs.warnings(config, num_bytes)
-    assert warning.endswith('steps wait for the controller; set algorithm.router_replay = "off"')
+    assert warning.endswith(
+        'steps wait for the controller; set algorithm.router_replay = "off"'
+    )
     a_day = num_bytes.batch * 86400 / costs.controller_s
     *_, last_line = costs.describe(num_bytes)
     assert last_line == f"the journal grows by at most {a_day / 1e12:,.1f} TB a day"
@@ -115,7 +119,9 @@ def test_the_parts_of_a_latent_mixture_are_counted(tmp_path: Path) -> None:
 def test_a_rank_reads_all_tokens_and_all_experts(tmp_path: Path) -> None:
     _, _, costs = plan_of(tmp_path)
     tokens = 8192 * 8192
-    expected_s = tokens * (batch_costs.RANK_TOKEN_S + 752 * batch_costs.RANK_EXPERTS_BYTE_S)
+    expected_s = tokens * (
+        batch_costs.RANK_TOKEN_S + 752 * batch_costs.RANK_EXPERTS_BYTE_S
+    )
     assert costs.rank_s == pytest.approx(expected_s)
 
 
@@ -123,7 +129,9 @@ def test_a_model_for_cpus_has_no_estimate_of_training(tmp_path: Path) -> None:
     _, num_bytes, costs = plan_of(tmp_path, model={"dtype": "float32"})
     assert costs.training_s is None
     assert costs.least_step_s == costs.controller_s
-    assert not [line for line in costs.describe(num_bytes) if line.startswith("training")]
+    assert not [
+        line for line in costs.describe(num_bytes) if line.startswith("training")
+    ]
 
 
 def test_adapters_train_in_two_thirds_of_the_operations(tmp_path: Path) -> None:

@@ -5,7 +5,11 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.configuration.config_file import load_config
-from slipstream.core.configuration.foreign_names import EARLIER_RELEASE, explain, foreign_names
+from slipstream.core.configuration.foreign_names import (
+    EARLIER_RELEASE,
+    explain,
+    foreign_names,
+)
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.rigs.setting_names import setting_exists
@@ -114,7 +118,9 @@ TYPED = {
 
 
 SCRIPTS = tomllib.loads(
-    (Path(__file__).parents[3] / "data" / "foreign_scripts.toml").read_text(encoding="utf-8")
+    (Path(__file__).parents[3] / "data" / "foreign_scripts.toml").read_text(
+        encoding="utf-8"
+    )
 )
 # Trainers whose scripts also have settings of another table.
 WIDER = {"TRL": ("AsyncGRPOConfig",), "Unsloth": ("TRL",)}
@@ -124,18 +130,26 @@ WIDER = {"TRL": ("AsyncGRPOConfig",), "Unsloth": ("TRL",)}
     ("trainer", "script"),
     [(trainer, script) for trainer, scripts in SCRIPTS.items() for script in scripts],
 )
-def test_every_setting_of_a_published_script_has_a_row(trainer: str, script: str) -> None:
+def test_every_setting_of_a_published_script_has_a_row(
+    trainer: str, script: str
+) -> None:
     tables = {trainer, *WIDER.get(trainer, ())}
     known = {
-        row.name.lstrip("-").replace("-", "_") for row in foreign_names() if row.trainer in tables
+        row.name.lstrip("-").replace("-", "_")
+        for row in foreign_names()
+        if row.trainer in tables
     }
     names = SCRIPTS[trainer][script]
-    missing = [name for name in names if name.lstrip("-").replace("-", "_") not in known]
+    missing = [
+        name for name in names if name.lstrip("-").replace("-", "_") not in known
+    ]
     assert missing == []
 
 
 @pytest.mark.parametrize(("typed", "setting"), TYPED.items())
-def test_a_name_of_another_trainer_leads_to_our_setting(typed: str, setting: str) -> None:
+def test_a_name_of_another_trainer_leads_to_our_setting(
+    typed: str, setting: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(None, [*START, f"{typed}=1"])
     assert setting in str(refused.value)
@@ -156,7 +170,9 @@ def test_a_name_of_another_trainer_leads_to_our_setting(typed: str, setting: str
 def test_a_setting_that_went_is_told_with_its_successor(typed: str, told: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load_config(None, [*START, EVALUATION, f"{typed}=1"])
-    assert f"an earlier Slipstream's {typed.replace('.0.', '.')[:12]}" in str(refused.value)
+    assert f"an earlier Slipstream's {typed.replace('.0.', '.')[:12]}" in str(
+        refused.value
+    )
     assert told in str(refused.value)
 
 
@@ -168,7 +184,9 @@ def test_every_counterpart_is_a_setting() -> None:
         if not setting_exists(setting)
     ]
     assert missing == []
-    assert [row.name for row in foreign_names() if not row.settings and not row.note] == []
+    assert [
+        row.name for row in foreign_names() if not row.settings and not row.note
+    ] == []
 
 
 def test_no_name_of_an_earlier_release_is_a_setting_today() -> None:
@@ -178,7 +196,10 @@ def test_no_name_of_an_earlier_release_is_a_setting_today() -> None:
 
 
 def test_our_own_slips_are_not_taken_for_names_of_others() -> None:
-    for typed, meant in {"run.stpes": "steps", "algoritm.group_size": "algorithm"}.items():
+    for typed, meant in {
+        "run.stpes": "steps",
+        "algoritm.group_size": "algorithm",
+    }.items():
         with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
             load_config(None, [*START, f"{typed}=1"])
 

@@ -41,7 +41,9 @@ def digests(*functions: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("file", SOURCES)
-def test_a_digest_covers_the_module_its_packages_and_what_it_imports_beside_them(file, folder):
+def test_a_digest_covers_the_module_its_packages_and_what_it_imports_beside_them(
+    file, folder
+):
     before = digests("losses:loss", "package.losses.mine:reward")
     (folder / file).write_text(f"{SOURCES[file]}# more\n")
     after = digests("losses:loss", "package.losses.mine:reward")
@@ -51,12 +53,16 @@ def test_a_digest_covers_the_module_its_packages_and_what_it_imports_beside_them
         "package.losses.mine:reward": ("package/", "parts/"),
     }
     assert changed == {
-        name for name, files in covers.items() if file.startswith(files) and "unused" not in file
+        name
+        for name, files in covers.items()
+        if file.startswith(files) and "unused" not in file
     }
     assert "losses" not in sys.modules
 
 
-def test_a_digest_of_an_installed_module_covers_its_own_package_only(folder, monkeypatch):
+def test_a_digest_of_an_installed_module_covers_its_own_package_only(
+    folder, monkeypatch
+):
     installed = folder / "site-packages"
     (installed / "own").mkdir(parents=True)
     (installed / "other.py").write_text("")
@@ -74,14 +80,19 @@ def test_a_digest_of_an_installed_module_covers_its_own_package_only(folder, mon
 
 def test_each_function_has_a_digest_and_built_in_ones_have_none() -> None:
     assert digests("ppo") == {}
-    assert digests("losses:loss", "broken:reward").keys() == {"losses:loss", "broken:reward"}
+    assert digests("losses:loss", "broken:reward").keys() == {
+        "losses:loss",
+        "broken:reward",
+    }
 
 
 def test_a_module_that_is_not_here_has_no_digest() -> None:
     assert digests("nowhere_to_be_found:loss") == {}
 
 
-def test_a_file_gets_the_digests_and_a_runs_own_settings_keep_theirs(folder: Path) -> None:
+def test_a_file_gets_the_digests_and_a_runs_own_settings_keep_theirs(
+    folder: Path,
+) -> None:
     table = dump_config(small_config(algorithm={"loss": "losses:loss"}))
     (folder / "user.toml").write_text(table.replace("[sources]\n", ""))
     first: Config = load_config(folder / "user.toml")

@@ -34,7 +34,11 @@ print(dump_config(config))
 """
 NEWER = "beef" * 10
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
-OTHERS = ("consolidated.safetensors", "original/weights.safetensors", "pytorch_model.bin")
+OTHERS = (
+    "consolidated.safetensors",
+    "original/weights.safetensors",
+    "pytorch_model.bin",
+)
 
 Ask = Callable[..., dict]
 
@@ -59,7 +63,9 @@ def ask(hub: Hub, tmp_path: Path) -> Ask:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
 
-    def ask(*overrides: str, offline: bool = False, endpoint: str = "", **settings: object) -> dict:
+    def ask(
+        *overrides: str, offline: bool = False, endpoint: str = "", **settings: object
+    ) -> dict:
         variables = os.environ | {
             "HF_ENDPOINT": endpoint or hub.url,
             "HF_HOME": str(tmp_path / "home"),
@@ -68,7 +74,11 @@ def ask(hub: Hub, tmp_path: Path) -> Ask:
         variables.pop("HF_TOKEN", None)
         environment = 'environments=[{reference="some:Thing"}]'
         words = [environment, "run.steps=1", "run.name=first", *overrides]
-        arguments = (str(program), json.dumps(words), json.dumps({"hub": "whole"} | settings))
+        arguments = (
+            str(program),
+            json.dumps(words),
+            json.dumps({"hub": "whole"} | settings),
+        )
         done = ASKS.run(arguments, limit_s=LIMIT_S, cwd=tmp_path, environ=variables)
         if done.returncode:
             *messages, line = done.stderr.splitlines()
@@ -85,7 +95,9 @@ def model_of(settings: dict) -> Path:
 
 
 def files_of(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def keep(settings: dict, folder: Path) -> None:
@@ -95,7 +107,9 @@ def keep(settings: dict, folder: Path) -> None:
     path.write_text(tomli_w.dumps(settings))
 
 
-def test_a_model_by_its_name_is_the_folder_of_a_commit_with_what_a_run_reads(ask: Ask) -> None:
+def test_a_model_by_its_name_is_the_folder_of_a_commit_with_what_a_run_reads(
+    ask: Ask,
+) -> None:
     folder = model_of(ask("model.path=some/tiny"))
     assert folder.name == COMMIT
     assert files_of(folder) == set(FILES)
@@ -135,11 +149,15 @@ def test_a_run_that_goes_on_takes_the_state_that_it_began_with(ask, hub, tmp_pat
 
 def test_parts_that_start_apart_need_a_commit(ask: Ask) -> None:
     refusal = ask("model.path=some/tiny", apart=True)["refused"]
-    assert refusal.startswith("model.path must name a commit, some/tiny@COMMIT, or a folder where")
+    assert refusal.startswith(
+        "model.path must name a commit, some/tiny@COMMIT, or a folder where"
+    )
     assert model_of(ask(f"model.path=some/tiny@{COMMIT}", apart=True)).name == COMMIT
 
 
-def test_what_was_brought_once_is_read_again_without_a_network(ask: Ask, hub: Hub) -> None:
+def test_what_was_brought_once_is_read_again_without_a_network(
+    ask: Ask, hub: Hub
+) -> None:
     folder = model_of(ask("model.path=some/tiny"))
     num_requests = len(hub.requests)
     assert model_of(ask("model.path=some/tiny", offline=True)) == folder
@@ -152,7 +170,9 @@ def test_what_was_brought_once_is_read_again_without_a_network(ask: Ask, hub: Hu
     )
 
 
-def test_a_model_that_is_not_to_be_had_is_one_line(ask: Ask, hub: Hub, tmp_path: Path) -> None:
+def test_a_model_that_is_not_to_be_had_is_one_line(
+    ask: Ask, hub: Hub, tmp_path: Path
+) -> None:
     begins = f"model.path: some/tiny, no folder in {tmp_path}, "
     hub.gated.add("some/tiny")
     refusal = ask("model.path=some/tiny")["refused"]
@@ -174,10 +194,14 @@ def test_a_model_that_is_not_to_be_had_is_one_line(ask: Ask, hub: Hub, tmp_path:
         f'environments=[{{reference="{QUESTIONS}", args={{path="hf:some/none"}}}}]',
         "model.path=some/tiny",
     )["refused"]
-    assert refusal.startswith(f"hf:some/none is not at {hub.url}/datasets/some/none, or is private")
+    assert refusal.startswith(
+        f"hf:some/none is not at {hub.url}/datasets/some/none, or is private"
+    )
 
 
-@pytest.mark.parametrize("path", ["models/tiny", "here/tiny", "/srv/none", "../none", "tiny"])
+@pytest.mark.parametrize(
+    "path", ["models/tiny", "here/tiny", "/srv/none", "../none", "tiny"]
+)
 def test_paths_of_folders_are_never_asked_for(ask, hub, tmp_path, path):
     (tmp_path / "here").mkdir()
     assert model_of(ask(f"model.path={path}")) == Path(path)

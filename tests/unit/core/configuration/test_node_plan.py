@@ -50,7 +50,10 @@ def config_for(
     (folder / "model" / "config.json").write_text(json.dumps(model))
     table: dict[str, Any] = {
         "run": {"steps": 90, "dir": str(folder)},
-        "model": {"path": str(folder / "model"), "dtype": tables.pop("dtype", "bfloat16")},
+        "model": {
+            "path": str(folder / "model"),
+            "dtype": tables.pop("dtype", "bfloat16"),
+        },
         "environments": [{"reference": "a.b:Sums"}],
         "sampling": {"max_reply_tokens": 1024},
     }
@@ -77,7 +80,9 @@ def test_a_step_takes_as_long_as_the_slower_of_training_and_generation() -> None
     assert SPEED.step_s(plan, 300) == pytest.approx(0.3 + 0.4)
     assert SPEED.wait_share(plan, 300) == pytest.approx(1 - 0.185 / 0.7)
     assert SPEED.tokens_per_s(plan, 300) == pytest.approx(30_000 / 0.7)
-    fast_fleet = NodePlan(world_size=1, num_servers=100, episodes_per_step=300, max_staleness=99)
+    fast_fleet = NodePlan(
+        world_size=1, num_servers=100, episodes_per_step=300, max_staleness=99
+    )
     assert SPEED.step_s(fast_fleet, 300) == pytest.approx(0.385)
     assert SPEED.wait_share(fast_fleet, 300) == 0
 
@@ -105,7 +110,10 @@ def test_a_stated_batch_and_bound_are_the_only_ones(tmp_path: Path) -> None:
     stated_batch = config_for(tmp_path, two, algorithm={"groups_per_step": 3})
     assert divided(stated_batch) == NodePlan(1, 1, 24, 4)
     stated_division = config_for(
-        tmp_path, NodeGpus(8, H200_BYTES), learner={"world_size": 2}, rollout_server={"count": 3}
+        tmp_path,
+        NodeGpus(8, H200_BYTES),
+        learner={"world_size": 2},
+        rollout_server={"count": 3},
     )
     assert divided(stated_division) == NodePlan(2, 3, 512, 4)
 
@@ -182,7 +190,9 @@ def test_only_sizes_that_model_and_options_allow_are_taken(tmp_path: Path) -> No
     assert divided(bits).tensor_parallel == 1
 
 
-def test_plans_are_for_16_bits_dense_models_and_whole_runs_on_gpus(tmp_path: Path) -> None:
+def test_plans_are_for_16_bits_dense_models_and_whole_runs_on_gpus(
+    tmp_path: Path,
+) -> None:
     eight = NodeGpus(8, H200_BYTES)
     unplanned = NodePlan(1, 1, 128, 2)
     assert divided(config_for(tmp_path, None)) == unplanned
@@ -228,7 +238,9 @@ def test_each_choice_of_a_plan_is_told_with_its_reason(tmp_path: Path) -> None:
         "learner.world_size 6, tp 2 and dp 3: the smallest tp with room for a rank's state, "
         "41.0 GB of 8.2 billion parameters"
     )
-    assert servers.startswith("rollout_server.count 2, tensor_parallel_size 1: the division of ")
+    assert servers.startswith(
+        "rollout_server.count 2, tensor_parallel_size 1: the division of "
+    )
     assert " ranks would train 48," in servers
 
 

@@ -27,10 +27,18 @@ def settings(**changes: dict[str, object]) -> Config:
 
 
 def test_overrides_are_divided_and_a_new_function_has_its_own_arguments() -> None:
-    overrides = ["model.path=x", "algorithm.loss=gspo", "--algorithm.kl.coefficient=0.1"]
+    overrides = [
+        "model.path=x",
+        "algorithm.loss=gspo",
+        "--algorithm.kl.coefficient=0.1",
+    ]
     assert places_and_training(overrides) == (
         ["model.path=x"],
-        ["algorithm.loss_args={}", "algorithm.loss=gspo", "--algorithm.kl.coefficient=0.1"],
+        [
+            "algorithm.loss_args={}",
+            "algorithm.loss=gspo",
+            "--algorithm.kl.coefficient=0.1",
+        ],
     )
 
 
@@ -65,18 +73,35 @@ def test_every_setting_that_may_change_exists() -> None:
 
 def test_what_chose_the_groups_stays() -> None:
     original = settings(algorithm={"filter": "unequal_rewards"})
-    changed = settings(algorithm={"filter": "unequal_rewards", "leave_out_truncated": True})
+    changed = settings(
+        algorithm={"filter": "unequal_rewards", "leave_out_truncated": True}
+    )
     (problem,) = comparison_problems(original, changed)
     assert problem.startswith("algorithm.leave_out_truncated cannot be another")
-    assert not list(comparison_problems(settings(), settings(algorithm={"loss": "gspo"})))
+    assert not list(
+        comparison_problems(settings(), settings(algorithm={"loss": "gspo"}))
+    )
 
 
 @pytest.mark.parametrize(
     ("changes", "cause"),
     [
-        ({"controller": {"client_loop": True}, "learner": {"shared_prefix_tokens": 0}}, "own loop"),
         (
-            {"lora": {"rank": 2, "alpha": 2.0, "adapters": ["a", "b"], "publish": "adapters"}},
+            {
+                "controller": {"client_loop": True},
+                "learner": {"shared_prefix_tokens": 0},
+            },
+            "own loop",
+        ),
+        (
+            {
+                "lora": {
+                    "rank": 2,
+                    "alpha": 2.0,
+                    "adapters": ["a", "b"],
+                    "publish": "adapters",
+                }
+            },
             "got a, b",
         ),
     ],

@@ -4,7 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-from slipstream.core.configuration.reply_ends import ReplyEnds, end_of_reply, find_reply_ends
+from slipstream.core.configuration.reply_ends import (
+    ReplyEnds,
+    end_of_reply,
+    find_reply_ends,
+)
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from support.fakes.chat_models import make_chat_tokenizer
@@ -80,7 +84,9 @@ def test_the_generation_config_takes_the_place_of_the_model_s(tmp_path: Path) ->
     assert ends.template == ()
 
 
-def test_a_template_without_an_end_ends_a_reply_where_the_next_turn_begins(tmp_path: Path) -> None:
+def test_a_template_without_an_end_ends_a_reply_where_the_next_turn_begins(
+    tmp_path: Path,
+) -> None:
     config = settings(tmp_path, OPEN)
     assert find_reply_ends(config).template == (word(tmp_path, "<|next|>"),)
     # The mark of a tool's result is another one.
@@ -97,8 +103,12 @@ def test_the_last_of_several_marks_ends_a_reply(tmp_path: Path) -> None:
     assert ends.template == (word(tmp_path, "<|next|>"),)
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no') }}", "{{ messages[0].content }}"])
-def test_a_template_that_writes_no_reply_has_no_end(tmp_path: Path, template: str) -> None:
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no') }}", "{{ messages[0].content }}"]
+)
+def test_a_template_that_writes_no_reply_has_no_end(
+    tmp_path: Path, template: str
+) -> None:
     assert find_reply_ends(settings(tmp_path, template)).template == ()
 
 
@@ -131,7 +141,9 @@ def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     config = settings(tmp_path, CHATML)
     path = tmp_path / "tokenizer.json"
     path.write_text("{}")
-    with pytest.raises(ConfigError, match="model.path: the tokenizer in .* is unreadable"):
+    with pytest.raises(
+        ConfigError, match="model.path: the tokenizer in .* is unreadable"
+    ):
         find_reply_ends(config)
 
 

@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 from pydantic import JsonValue
-from slipstream.core.configuration.config_file import check_model, dump_config, parse_config
+from slipstream.core.configuration.config_file import (
+    check_model,
+    dump_config,
+    parse_config,
+)
 from slipstream.core.configuration.roles import (
     reference_is_policy,
     role_problems,
@@ -59,7 +63,9 @@ def test_a_reference_without_a_penalty_is_refused() -> None:
     assert role_settings(config_with({})) == {}
 
 
-def test_a_penalty_brings_the_default_reference_the_start_folder_in_the_policys_layout() -> None:
+def test_a_penalty_brings_the_default_reference_the_start_folder_in_the_policys_layout() -> (
+    None
+):
     learner: Table = {"world_size": 2, "parallel": {"tp": 2}}
     config = config_with(KL, learner=learner)
     settings = role_settings(config)["reference"]
@@ -79,15 +85,25 @@ def test_a_reference_has_its_own_folder_and_layout() -> None:
 
 
 def test_a_critic_has_a_rate_of_its_own_and_else_the_learners_settings() -> None:
-    learner: Table = {"world_size": 2, "weight_decay": 0.5, "optimizer": {"a": 1}, "ddp": {"b": 1}}
+    learner: Table = {
+        "world_size": 2,
+        "weight_decay": 0.5,
+        "optimizer": {"a": 1},
+        "ddp": {"b": 1},
+    }
     config = config_with(GAE, learner=learner, critic={"learning_rate": 0.25})
     settings = role_settings(config)["critic"]
     assert settings.algorithm.learning_rate == 0.25
     assert settings.learner == config.learner
 
 
-def test_layers_of_the_policys_stages_are_not_assigned_to_other_stages_of_a_role() -> None:
-    stages: Table = {"num_layers_in_first_pipeline_stage": 1, "moe_router_dtype": "fp64"}
+def test_layers_of_the_policys_stages_are_not_assigned_to_other_stages_of_a_role() -> (
+    None
+):
+    stages: Table = {
+        "num_layers_in_first_pipeline_stage": 1,
+        "moe_router_dtype": "fp64",
+    }
     learner: Table = {"world_size": 2, "parallel": {"pp": 2}, "transformer": stages}
     for own, expected in (
         ({"tp": 2}, ["moe_router_dtype"]),
@@ -95,7 +111,9 @@ def test_layers_of_the_policys_stages_are_not_assigned_to_other_stages_of_a_role
         (None, list(stages)),
     ):
         role = {} if own is None else {"parallel": own}
-        settings = role_settings(config_with(KL, learner=learner, reference=role))["reference"]
+        settings = role_settings(config_with(KL, learner=learner, reference=role))[
+            "reference"
+        ]
         assert list(settings.learner.transformer) == expected
 
 
@@ -103,7 +121,11 @@ def test_layers_of_the_policys_stages_are_not_assigned_to_other_stages_of_a_role
 def test_an_impossible_layout_names_the_role(name: str) -> None:
     algorithm = GAE | KL
     learner: Table = {"world_size": 2, "micro_batch_tokens": 16}
-    tables: Table = {"learner": learner, "critic": {"learning_rate": 1e-3}, "reference": {}}
+    tables: Table = {
+        "learner": learner,
+        "critic": {"learning_rate": 1e-3},
+        "reference": {},
+    }
     tables[name] = tables[name] | {"parallel": {"tp": 3}}  # type: ignore[operator]
     assert "3" in refusal(algorithm, **tables)
     tables[name] = tables[name] | {"parallel": {"vpp": 2}}  # type: ignore[operator]
@@ -158,7 +180,9 @@ UNIGRAM: Table = {"vocab": [["a", 0.0], ["b", -1.0]]}
         (BPE, [{"id": 2, "content": "<e>"}], "token 2 is '<e>', not '<s>'"),
     ],
 )
-def test_a_role_reads_the_policys_tokens(model, added, said: str, tmp_path: Path) -> None:
+def test_a_role_reads_the_policys_tokens(
+    model, added, said: str, tmp_path: Path
+) -> None:
     folders = [model_folder(tmp_path / name) for name in ("policy", "other")]
     tokenizers = [{"model": BPE, "added_tokens": [{"id": 2, "content": "<s>"}]}]
     tokenizers.append({"model": model, "added_tokens": added})
@@ -171,8 +195,12 @@ def test_a_role_reads_the_policys_tokens(model, added, said: str, tmp_path: Path
         critic={"learning_rate": 1e-3},
         learner={"world_size": 3},
     )
-    problems = [problem for problem in role_problems(config, read_model_sizes(folders[0]))]
-    expected = f"reference.path must have the policy's tokens, but in {folders[1]} {said}"
+    problems = [
+        problem for problem in role_problems(config, read_model_sizes(folders[0]))
+    ]
+    expected = (
+        f"reference.path must have the policy's tokens, but in {folders[1]} {said}"
+    )
     assert problems == ([expected] if said else [])
 
 
@@ -197,19 +225,28 @@ MIXTURE: Table = {
         ),
     ],
 )
-def test_the_split_of_the_policys_experts_is_that_of_roles_with_experts(model, said, tmp_path):
-    policy = model_folder(tmp_path / "policy", **MIXTURE | {"moe_intermediate_size": 24})
+def test_the_split_of_the_policys_experts_is_that_of_roles_with_experts(
+    model, said, tmp_path
+):
+    policy = model_folder(
+        tmp_path / "policy", **MIXTURE | {"moe_intermediate_size": 24}
+    )
     config = config_with(
         KL,
         model={"path": str(policy)},
-        reference={"path": str(model_folder(tmp_path / "other", **model)), "parallel": {"cp": 3}},
+        reference={
+            "path": str(model_folder(tmp_path / "other", **model)),
+            "parallel": {"cp": 3},
+        },
         learner={"world_size": 3, "parallel": {"etp": 3}},
     )
     assert list(role_problems(config, read_model_sizes(policy))) == said
 
 
 @pytest.mark.parametrize("name", ["reference", "critic"])
-def test_the_folder_of_a_role_is_checked_under_its_own_name(name: str, tmp_path: Path) -> None:
+def test_the_folder_of_a_role_is_checked_under_its_own_name(
+    name: str, tmp_path: Path
+) -> None:
     def refused(changes: Table, **role: JsonValue) -> str:
         path = str(model_folder(tmp_path / "other", **changes))
         tables: Table = {
@@ -238,7 +275,9 @@ def test_the_folder_of_a_role_is_checked_under_its_own_name(name: str, tmp_path:
 def test_a_role_needs_the_weights_of_its_folder(tmp_path: Path) -> None:
     other = model_folder(tmp_path / "other")
     (other / "model.safetensors").unlink()
-    message = folder_refusal(tmp_path, critic={"learning_rate": 1e-3, "path": str(other)})
+    message = folder_refusal(
+        tmp_path, critic={"learning_rate": 1e-3, "path": str(other)}
+    )
     assert message == f"critic.path must hold safetensors weights, but {other} has none"
 
 
@@ -253,9 +292,14 @@ def test_a_role_needs_the_weights_of_its_folder(tmp_path: Path) -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_reference_that_is_refreshed_must_compute_as_the_policy_does(changes, tmp_path):
+def test_a_reference_that_is_refreshed_must_compute_as_the_policy_does(
+    changes, tmp_path
+):
     model = {"path": str(model_folder(tmp_path / "policy"))}
-    tables = {"critic": {"learning_rate": 1e-3}, "reference": {"path": str(tmp_path / "other")}}
+    tables = {
+        "critic": {"learning_rate": 1e-3},
+        "reference": {"path": str(tmp_path / "other")},
+    }
     model_folder(tmp_path / "other", **changes)
     check_model(config_with(GAE | KL, model=model, **tables))
     tables["reference"]["refresh_every_steps"] = 3
@@ -280,7 +324,9 @@ def test_a_reference_behind_a_server_loads_no_model() -> None:
 def test_likely_tokens_of_a_reference_make_trajectories_larger() -> None:
     plain = config_with(KL).trajectory_bytes()
     sampled = config_with(KL, reference={"server": SERVER}).trajectory_bytes()
-    likely = config_with(FORWARD, reference={"server": SERVER, "top_k": 5}).trajectory_bytes()
+    likely = config_with(
+        FORWARD, reference={"server": SERVER, "top_k": 5}
+    ).trajectory_bytes()
     assert (sampled - plain, likely - plain) == (16 * 4, 16 * 44)
 
 
@@ -321,7 +367,9 @@ def test_servers_of_a_reference_that_cannot_work_are_refused(tables, cause) -> N
         ),
     ],
 )
-def test_what_the_policy_as_its_own_teacher_excludes_is_refused(changes, cause: str) -> None:
+def test_what_the_policy_as_its_own_teacher_excludes_is_refused(
+    changes, cause: str
+) -> None:
     algorithm = KL | changes.get("algorithm", {})
     assert cause in refusal(algorithm, reference=changes["reference"])
 
@@ -340,7 +388,9 @@ def test_a_server_answers_at_temperature_1_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:9000/v1", "http://127.0.0.1:9000", "http:///v1"])
+@pytest.mark.parametrize(
+    "address", ["127.0.0.1:9000/v1", "http://127.0.0.1:9000", "http:///v1"]
+)
 def test_the_address_of_a_reference_is_that_of_an_openai_api(address: str) -> None:
     cause = refusal(KL, reference={"server": SERVER | {"base_url": address}})
     assert cause.startswith("reference.server.base_url: ")

@@ -7,7 +7,11 @@ import pytest
 from slipstream.core.machine.description import free_memory
 
 MIB = 1 << 20
-V1 = {"limit": "limit_in_bytes", "used": "usage_in_bytes", "cached": "total_inactive_file"}
+V1 = {
+    "limit": "limit_in_bytes",
+    "used": "usage_in_bytes",
+    "cached": "total_inactive_file",
+}
 V2 = {"limit": "max", "used": "current", "cached": "inactive_file"}
 
 
@@ -27,7 +31,10 @@ def root(tmp_path: Path) -> Path:
 
 def test_a_machine_without_a_limit_has_all_its_memory(root: Path) -> None:
     machine = psutil.virtual_memory().total
-    for names, line, limit in ((V1, "4:cpu,memory:/", str(1 << 62)), (V2, "0::/", "max")):
+    for names, line, limit in (
+        (V1, "4:cpu,memory:/", str(1 << 62)),
+        (V2, "0::/", "max"),
+    ):
         (root / "proc/self/cgroup").write_text(f"{line}\n")
         write(root / "sys/fs/cgroup" / ("memory" if names is V1 else "."), names, limit)
         assert free_memory(root)[1] == machine
@@ -39,7 +46,11 @@ def test_a_machine_without_a_limit_has_all_its_memory(root: Path) -> None:
     ("line", "group", "names"),
     [
         ("0::/", "", V2),
-        ("0::/system.slice/slurmstepd.scope/job_7", "system.slice/slurmstepd.scope/job_7", V2),
+        (
+            "0::/system.slice/slurmstepd.scope/job_7",
+            "system.slice/slurmstepd.scope/job_7",
+            V2,
+        ),
         # The limit of a group holds for what is below it.
         ("0::/job_7/step_0/task_0", "job_7", V2),
         ("9:memory:/slurm/uid_0/job_7/step_0", "memory/slurm/uid_0/job_7", V1),
@@ -47,7 +58,9 @@ def test_a_machine_without_a_limit_has_all_its_memory(root: Path) -> None:
         ("9:memory:/docker/0123", "memory", V1),
     ],
 )
-def test_a_control_group_bounds_what_is_free(root: Path, line: str, group: str, names) -> None:
+def test_a_control_group_bounds_what_is_free(
+    root: Path, line: str, group: str, names
+) -> None:
     (root / "proc/self/cgroup").write_text(f"12:cpuset:/other\n{line}\n")
     write(root / "sys/fs/cgroup" / group, names, str(900 * MIB))
     assert free_memory(root) == (700 * MIB, 900 * MIB)

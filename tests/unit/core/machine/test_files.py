@@ -63,7 +63,9 @@ def test_only_a_regular_file_is_opened(odd, tmp_path: Path, mode: str) -> None:
 
 
 @pytest.mark.process
-def test_a_full_disk_leaves_the_earlier_file_and_the_error_names_it(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_the_earlier_file_and_the_error_names_it(
+    tmp_path: Path,
+) -> None:
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         path = disk / "state"
         replace_file(path, b"earlier")
@@ -77,9 +79,18 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a token file": ("token", read_tokens),
     "a log": ("journal/journal.log", lambda path: Journal(path.parent)),
     "a later log": ("journal/journal-50.log", lambda path: Journal(path.parent)),
-    "the run's id": ("journal/journal.log", lambda path: journaled_run_id(path.parents[1])),
-    "a batch": ("batches/step-000003.pb", lambda path: read_batch(path.parents[1], 3, 0).header),
-    "a manifest": ("step-000003/manifest.json", lambda path: read_manifest(path.parent)),
+    "the run's id": (
+        "journal/journal.log",
+        lambda path: journaled_run_id(path.parents[1]),
+    ),
+    "a batch": (
+        "batches/step-000003.pb",
+        lambda path: read_batch(path.parents[1], 3, 0).header,
+    ),
+    "a manifest": (
+        "step-000003/manifest.json",
+        lambda path: read_manifest(path.parent),
+    ),
     "questions": ("questions.jsonl", lambda path: list(named_rows(path))),
 }
 
@@ -129,7 +140,9 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_sockets_have_short_paths_whatever_the_temporary_folder_is(tmp_path, monkeypatch) -> None:
+def test_sockets_have_short_paths_whatever_the_temporary_folder_is(
+    tmp_path, monkeypatch
+) -> None:
     long = tmp_path / ("x" * 67)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
@@ -152,7 +165,9 @@ def test_a_folder_is_private_and_is_removed(temporary: Path) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("mode", [0o1777, 0o2777])
-def test_the_next_start_removes_what_a_killed_process_left_and_nothing_in_use(mode, temporary):
+def test_the_next_start_removes_what_a_killed_process_left_and_nothing_in_use(
+    mode, temporary
+):
     temporary.chmod(mode)
     command = [sys.executable, "-c", OWNER, str(temporary)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as owner:
@@ -183,7 +198,9 @@ def test_only_folders_of_this_kind_are_removed(temporary: Path, tmp_path: Path) 
     assert precious.is_dir()
 
 
-def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(temporary, monkeypatch):
+def test_a_folder_that_is_removed_before_it_is_locked_is_made_anew(
+    temporary, monkeypatch
+):
     folders: list[str] = []
 
     def make(prefix: str, **_: object) -> str:

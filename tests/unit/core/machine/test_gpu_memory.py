@@ -16,7 +16,10 @@ ADVICE = (
     ("others", "says"),
     [
         ("", ""),
-        (" Process 17 has 512.00 MiB memory in use.", " Another process uses 0.5 GiB of it."),
+        (
+            " Process 17 has 512.00 MiB memory in use.",
+            " Another process uses 0.5 GiB of it.",
+        ),
         (
             " Process 1745 has 16.60 GiB memory in use. Process 2451 has 18.63 GiB memory in use.",
             " 2 other processes use 35.2 GiB of it.",

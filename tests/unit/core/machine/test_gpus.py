@@ -104,7 +104,9 @@ class FakeLibrary:
         memory._obj.total = 139 << 30
         return 0 if self.index == 0 else pynvml.NVML_ERROR_NOT_SUPPORTED
 
-    def nvmlDeviceGetP2PStatus(self, first: Any, second: Any, what: int, status: Any) -> int:
+    def nvmlDeviceGetP2PStatus(
+        self, first: Any, second: Any, what: int, status: Any
+    ) -> int:
         # Like ctypes, this refuses what is no number.
         assert ctypes.c_uint(what).value == 0
         status._obj.value = pynvml.NVML_P2P_STATUS_OK
@@ -122,7 +124,9 @@ def test_gpus_have_the_drivers_numbers_and_uuids(driver: None) -> None:
 class ApartLibrary(FakeLibrary):
     """The same for GPUs that cannot read each other's memory."""
 
-    def nvmlDeviceGetP2PStatus(self, first: Any, second: Any, what: int, status: Any) -> int:
+    def nvmlDeviceGetP2PStatus(
+        self, first: Any, second: Any, what: int, status: Any
+    ) -> int:
         status._obj.value = pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED
         return 0
 
@@ -132,7 +136,9 @@ class ApartLibrary(FakeLibrary):
     [(FakeLibrary, True), (ApartLibrary, False), (no_library, False)],
     indirect=["driver"],
 )
-def test_gpus_read_each_other_where_the_driver_says_so(driver: None, said: bool) -> None:
+def test_gpus_read_each_other_where_the_driver_says_so(
+    driver: None, said: bool
+) -> None:
     assert read_each_other(GPUS[0], GPUS[1]) is said
 
 
@@ -142,15 +148,26 @@ def test_nccl_is_told_the_same_everywhere_unless_the_user_says_otherwise() -> No
     assert environ == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "1"}
 
 
-def test_members_agree_on_what_decides_how_they_talk_and_not_on_names_of_devices() -> None:
-    environ = {"NCCL_CUMEM_ENABLE": "0", "NCCL_SOCKET_IFNAME": "eth0", "NCCL_PROTO": "Simple"}
+def test_members_agree_on_what_decides_how_they_talk_and_not_on_names_of_devices() -> (
+    None
+):
+    environ = {
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "NCCL_PROTO": "Simple",
+    }
     environ |= {"NCCL_DEBUG": "INFO", "NCCL_IB_HCA": "mlx5_0", "PATH": "/bin"}
     environ |= {"NCCL_P2P_DISABLE": "1", "NCCL_ALGO": ""}
-    assert agreed_settings(environ) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_PROTO": "simple"}
+    assert agreed_settings(environ) == {
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_PROTO": "simple",
+    }
 
 
 def test_containers_are_told_the_same_as_processes() -> None:
-    text = Path(__file__).parents[4].joinpath("deploy", "docker-compose.yml").read_text()
+    text = (
+        Path(__file__).parents[4].joinpath("deploy", "docker-compose.yml").read_text()
+    )
     for name, value in NCCL_ENVIRONMENT.items():
         assert f'{name}: "{value}"' in text
 

@@ -128,7 +128,9 @@ def test_memory_that_processes_share_counts_once() -> None:
         "pids = [os.fork() or time.sleep(1.5) or os._exit(0) for _ in range(4)]\n"
         "[os.waitpid(pid, 0) for pid in pids]\n"
     )
-    process = keeper("--memory-bytes", str(250 << 20), "--", sys.executable, "-c", program)
+    process = keeper(
+        "--memory-bytes", str(250 << 20), "--", sys.executable, "-c", program
+    )
     _, errors = process.communicate(timeout=LIMIT_S)
     assert (process.returncode, errors) == (0, "")
 

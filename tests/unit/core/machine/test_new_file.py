@@ -36,7 +36,10 @@ def test_a_file_has_its_name_behind_the_block(tmp_path: Path) -> None:
 
 
 def test_an_error_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), new_file(tmp_path / "out", pytest.fail) as file:
+    with (
+        pytest.raises(ZeroDivisionError),
+        new_file(tmp_path / "out", pytest.fail) as file,
+    ):
         file.write(b"text")
         raise ZeroDivisionError
     assert list(tmp_path.iterdir()) == []

@@ -27,12 +27,22 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return furnished_python(tmp_path_factory.mktemp("furnished") / "venv")
 
 
-def check(python: Path, reference: str, *options: object) -> subprocess.CompletedProcess[str]:
-    command = [*worker_program(str(python)), "--check", reference, "--search-path", FAKES]
+def check(
+    python: Path, reference: str, *options: object
+) -> subprocess.CompletedProcess[str]:
+    command = [
+        *worker_program(str(python)),
+        "--check",
+        reference,
+        "--search-path",
+        FAKES,
+    ]
     return completed([*command, *map(str, options)], timeout=LIMIT_S)
 
 
-def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished: Path) -> None:
+def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(
+    furnished: Path,
+) -> None:
     # -E: whoever runs the tests may have a PYTHONPATH with our sources.
     command = [furnished, "-E", "-c", "import slipstream"]
     lacks = subprocess.run(command, capture_output=True, check=False)
@@ -42,8 +52,16 @@ def test_a_worker_runs_with_another_interpreter_that_lacks_slipstream(furnished:
     assert ended.stdout.startswith(READY)
 
 
-def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slipstream.client.cli", "check", "fake_workers:Good"]
+def test_a_check_goes_on_with_another_interpreter(
+    furnished: Path, tmp_path: Path
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.client.cli",
+        "check",
+        "fake_workers:Good",
+    ]
 
     def ended(python: Path) -> tuple[int, str]:
         command_of_worker = [*command, "--python", str(python)]
@@ -55,12 +73,15 @@ def test_a_check_goes_on_with_another_interpreter(furnished: Path, tmp_path: Pat
     assert "fake_workers:Good: 3 tasks, 3 of them played" in errors
     missing = tmp_path / "python"
     cause = (
-        f"environment fake_workers:Good: python must be the path of an interpreter, got {missing}"
+        f"environment fake_workers:Good: python must be the path of an "
+        f"interpreter, got {missing}"
     )
     assert ended(missing) == (2, f"slipstream: {cause}: {missing} cannot be run\n")
 
 
-def test_the_worker_sees_the_variables_of_its_own_virtual_environment(furnished, tmp_path):
+def test_the_worker_sees_the_variables_of_its_own_virtual_environment(
+    furnished, tmp_path
+):
     (tmp_path / "telling.py").write_text(
         "import os, sys\n"
         "raise ValueError(os.environ['VIRTUAL_ENV'] + ' ' + os.environ['PATH'].split(':')[0])\n"
@@ -71,17 +92,28 @@ def test_the_worker_sees_the_variables_of_its_own_virtual_environment(furnished,
     assert f"ValueError: {prefix} {prefix}/bin (telling.py:2" in ended.stderr
 
 
-def test_an_interpreter_that_lacks_packages_is_one_line_with_the_command(bare: Path) -> None:
+def test_an_interpreter_that_lacks_packages_is_one_line_with_the_command(
+    bare: Path,
+) -> None:
     ended = check(bare, "fake_workers:Good")
     assert ended.returncode == 2
     assert ended.stdout == ""
     expected = " ".join(f"'{requirement}'" for requirement in NEEDS.values())
-    assert ended.stderr == f"{bare} lacks what a worker needs: {bare} -m pip install {expected}\n"
+    assert (
+        ended.stderr
+        == f"{bare} lacks what a worker needs: {bare} -m pip install {expected}\n"
+    )
 
 
 @pytest.mark.parametrize(
     ("version", "is_right"),
-    [("1.75.9", False), ("1.76.0", True), ("1.85.1rc1", True), ("2.0", False), ("2.0rc1", False)],
+    [
+        ("1.75.9", False),
+        ("1.76.0", True),
+        ("1.85.1rc1", True),
+        ("2.0", False),
+        ("2.0rc1", False),
+    ],
 )
 def test_another_version_of_a_package_is_refused(bare, tmp_path, version, is_right):
     folder = tmp_path / "venv"
@@ -119,9 +151,13 @@ def test_an_interpreter_from_before_its_types_reaches_the_refusal() -> None:
     tree = ast.parse(source, feature_version=(3, 7))
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     types = [function.returns for function in functions]
-    types += [argument.annotation for function in functions for argument in function.args.args]
+    types += [
+        argument.annotation for function in functions for argument in function.args.args
+    ]
     assert "main" in [function.name for function in functions]
     # `tuple[int]` and `int | str` are evaluated where a function is defined.
     assert [
-        annotation for annotation in types if not isinstance(annotation, ast.Name | ast.Constant)
+        annotation
+        for annotation in types
+        if not isinstance(annotation, ast.Name | ast.Constant)
     ] == []

@@ -62,11 +62,15 @@ def test_a_program_begins_and_its_exit_code_is_that_of_the_command() -> None:
 
 
 @pytest.mark.process
-def test_a_program_whose_parent_ended_before_it_began_does_not_begin(tmp_path: Path) -> None:
+def test_a_program_whose_parent_ended_before_it_began_does_not_begin(
+    tmp_path: Path,
+) -> None:
     """A run that is killed while it starts its processes leaves none of them."""
     reader, writer = os.pipe()
     words = [str(writer), "touch", str(tmp_path / "began")]
-    subprocess.run([sys.executable, "-c", PARENT, *words], pass_fds=[writer], check=True)
+    subprocess.run(
+        [sys.executable, "-c", PARENT, *words], pass_fds=[writer], check=True
+    )
     os.close(writer)
     with os.fdopen(reader, "rb") as ended:
         # The end of the command closes its writing end.
@@ -101,7 +105,9 @@ leave(3)
 
 
 @pytest.mark.process
-def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart() -> None:
+def test_a_program_that_leaves_calls_its_exit_functions_and_takes_nothing_apart() -> (
+    None
+):
     run = subprocess.run(
         [sys.executable, "-c", LEAVE], capture_output=True, text=True, timeout=LIMIT_S
     )
@@ -113,7 +119,9 @@ def test_a_full_disk_of_the_log_changes_no_exit_code(tmp_path: Path) -> None:
     full = "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
     program = LEAVE.replace("leave(3)", f"{full}leave(3)")
     with (tmp_path / "log").open("w") as log:
-        run = subprocess.run([sys.executable, "-c", program], stdout=log, timeout=LIMIT_S)
+        run = subprocess.run(
+            [sys.executable, "-c", program], stdout=log, timeout=LIMIT_S
+        )
     assert run.returncode == 3
 
 
@@ -142,4 +150,6 @@ def test_every_program_that_may_open_groups_leaves_without_finalising() -> None:
     ]
     assert {str(path.relative_to(ROOT)) for path in programs} == set(THREADED)
     for path in programs:
-        assert path.read_text().endswith('if __name__ == "__main__":\n    leave(main())\n'), path
+        assert path.read_text().endswith(
+            'if __name__ == "__main__":\n    leave(main())\n'
+        ), path

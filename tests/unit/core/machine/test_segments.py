@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.machine.files import OwnedFolder, remove_abandoned
-from slipstream.core.machine.segments import SHARED_MEMORY, note_segments, remove_segments
+from slipstream.core.machine.segments import (
+    SHARED_MEMORY,
+    note_segments,
+    remove_segments,
+)
 
 
 @contextlib.contextmanager
@@ -57,7 +61,9 @@ def test_a_line_that_notes_no_segment_removes_nothing(
     assert segment.exists()
 
 
-def test_memory_that_is_named_after_the_folder_of_an_engine_goes_with_it(tmp_path: Path) -> None:
+def test_memory_that_is_named_after_the_folder_of_an_engine_goes_with_it(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / f"slipstream-sockets-{os.getpid():08d}"
     path = SHARED_MEMORY / f"{folder.name}-tp:0-[0-1]-cpushm_0"
     path.write_bytes(b"x")

@@ -25,7 +25,11 @@ from slipstream.core.models.model_files import (
 )
 from slipstream.core.models.model_rules import vocabulary_problems
 from slipstream.core.models.model_sizes import decoder_table, read_model_sizes
-from support.fakes.model_folders import loadable_tensors, write_loadable_files, write_safetensors
+from support.fakes.model_folders import (
+    loadable_tensors,
+    write_loadable_files,
+    write_safetensors,
+)
 from support.fakes.small_configs import config_with
 
 SIZES = {
@@ -71,7 +75,11 @@ def test_a_model_without_a_tensor_is_refused_before_it_is_loaded(folder: Path) -
 
 @pytest.mark.parametrize(
     ("part", "named"),
-    [("embed_tokens", "embeddings"), ("lm_head", "lm_head.weight"), (".layers.1.", "layer 1")]
+    [
+        ("embed_tokens", "embeddings"),
+        ("lm_head", "lm_head.weight"),
+        (".layers.1.", "layer 1"),
+    ]
     + [(".layers.", "layer 0")],
 )
 def test_a_part_that_is_missing_is_named(part: str, named: str, folder: Path) -> None:
@@ -103,14 +111,20 @@ def test_of_shards_those_count_to_which_the_index_leads(folder: Path) -> None:
     files = dict.fromkeys(shapes(), shard.name)
     index.write_text(json.dumps({"weight_map": files}))
     assert problems(folder) == []
-    index.write_text(json.dumps({"weight_map": {k: v for k, v in files.items() if k != NORM}}))
+    index.write_text(
+        json.dumps({"weight_map": {k: v for k, v in files.items() if k != NORM}})
+    )
     (problem,) = problems(folder)
     assert f"has no {NORM}" in problem
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
-def test_the_output_layer_is_needed_where_it_is_not_tied(is_tied: bool, folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": is_tied}))
+def test_the_output_layer_is_needed_where_it_is_not_tied(
+    is_tied: bool, folder: Path
+) -> None:
+    (folder / "config.json").write_text(
+        json.dumps(SIZES | {"tie_word_embeddings": is_tied})
+    )
     without = {k: v for k, v in shapes().items() if k != "lm_head.weight"}
     write_safetensors(folder / "model.safetensors", beside=without)
     assert len(problems(folder)) == (not is_tied)
@@ -120,7 +134,13 @@ def test_the_output_layer_is_needed_where_it_is_not_tied(is_tied: bool, folder: 
 
 @pytest.mark.parametrize(
     ("change", "is_refused"),
-    [(None, False), ("last number", True), ("all", True), ("dtype", True), ("rows", True)],
+    [
+        (None, False),
+        ("last number", True),
+        ("all", True),
+        ("dtype", True),
+        ("rows", True),
+    ],
 )
 def test_an_output_layer_beside_tied_embeddings_must_be_equal(
     change: str | None, is_refused: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -129,7 +149,9 @@ def test_an_output_layer_beside_tied_embeddings_must_be_equal(
     from safetensors.torch import save_file
 
     monkeypatch.setattr(model_files, "_READ_BYTES", 96)
-    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": True}))
+    (folder / "config.json").write_text(
+        json.dumps(SIZES | {"tie_word_embeddings": True})
+    )
     file = folder / "model.safetensors"
     tensors = {name: torch.zeros(shape) for name, shape in shapes().items()}
     embedding = torch.randn(100, 8)
@@ -150,7 +172,9 @@ def test_an_output_layer_beside_tied_embeddings_must_be_equal(
     )
     assert list(tensor_problems(folder, "critic.path")) == [expected] * is_refused
     assert list(tensor_problems(folder, "critic.path", has_output=False)) == []
-    (folder / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": False}))
+    (folder / "config.json").write_text(
+        json.dumps(SIZES | {"tie_word_embeddings": False})
+    )
     if change != "rows":
         assert problems(folder) == []
 
@@ -158,12 +182,18 @@ def test_an_output_layer_beside_tied_embeddings_must_be_equal(
 def drop(folder: Path, part: str) -> None:
     """Rewrites the weights of a folder without the tensors whose names hold `part`."""
     file = folder / "model.safetensors"
-    shapes = {name: facts["shape"] for name, facts in read_header(file).items() if part not in name}
+    shapes = {
+        name: facts["shape"]
+        for name, facts in read_header(file).items()
+        if part not in name
+    }
     write_safetensors(file, beside=shapes)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(family, tmp_path):
+def test_a_tower_of_which_a_part_is_missing_is_refused_where_images_are_seen(
+    family, tmp_path
+):
     make_model(tmp_path / "whole", family)
     assert list(tensor_problems(tmp_path / "whole", "model.path", has_tower=True)) == []
     blocks = "visual.blocks.1."
@@ -190,11 +220,15 @@ def test_a_tower_with_more_blocks_than_its_config_says_is_refused(family, tmp_pa
     assert list(tensor_problems(tmp_path, "model.path", has_tower=False)) == []
     (problem,) = tensor_problems(tmp_path, "model.path", has_tower=True)
     rule = "model.path must hold no more of a vision tower than vision_config says"
-    assert re.match(rf"{rule}: {file} has \S+\.1\.\S+, which would be left out", problem)
+    assert re.match(
+        rf"{rule}: {file} has \S+\.1\.\S+, which would be left out", problem
+    )
 
 
 @pytest.mark.parametrize("role", ["model", "reference", "critic"])
-def test_a_text_class_with_a_tower_in_its_files_is_refused(role: str, folder: Path) -> None:
+def test_a_text_class_with_a_tower_in_its_files_is_refused(
+    role: str, folder: Path
+) -> None:
     file = folder / "model.safetensors"
     name = "visual.patch_embed.proj.weight"
     write_safetensors(file, beside=shapes() | {name: (8, 3, 2, 14, 14)})
@@ -206,24 +240,42 @@ def test_a_text_class_with_a_tower_in_its_files_is_refused(role: str, folder: Pa
 
 def test_a_text_class_with_a_tower_in_its_config_is_refused() -> None:
     for name in ("Qwen2ForCausalLM", "Ministral3ForCausalLM"):
-        values = {"architectures": [name], "vision_config": {"depth": 2}, "text_config": {}}
+        values = {
+            "architectures": [name],
+            "vision_config": {"depth": 2},
+            "text_config": {},
+        }
         with pytest.raises(ConfigError, match=f"a {name} must have no vision_config"):
             decoder_table(values)
-        assert decoder_table(values | {"vision_config": None})["architectures"] == [name]
+        assert decoder_table(values | {"vision_config": None})["architectures"] == [
+            name
+        ]
 
 
 KIMI = "KimiK25ForConditionalGeneration"
 
 
-@pytest.mark.parametrize(("stack", "message"), [("layers", ""), ("blocks", "has no layer 0")])
-def test_an_idle_tower_is_left_out_and_a_decoder_of_other_names_is_refused(stack, message, folder):
+@pytest.mark.parametrize(
+    ("stack", "message"), [("layers", ""), ("blocks", "has no layer 0")]
+)
+def test_an_idle_tower_is_left_out_and_a_decoder_of_other_names_is_refused(
+    stack, message, folder
+):
     """transformers 5.19 saves the layers as blocks, which no program loads."""
-    values = {"architectures": [KIMI], "text_config": SIZES, "tie_word_embeddings": False}
+    values = {
+        "architectures": [KIMI],
+        "text_config": SIZES,
+        "tie_word_embeddings": False,
+    }
     (folder / "config.json").write_text(json.dumps(values))
     decoder = {
-        f"language_model.{name.replace('layers', stack)}": shape for name, shape in shapes().items()
+        f"language_model.{name.replace('layers', stack)}": shape
+        for name, shape in shapes().items()
     }
-    tower = {"vision_tower.encoder.blocks.3.wo.weight": (4, 4), "mm_projector.proj.0.bias": (4,)}
+    tower = {
+        "vision_tower.encoder.blocks.3.wo.weight": (4, 4),
+        "mm_projector.proj.0.bias": (4,),
+    }
     write_safetensors(folder / "model.safetensors", beside=decoder | tower)
     assert [problem for problem in problems(folder) if message not in problem] == []
     assert len(problems(folder)) == bool(message)
@@ -236,13 +288,18 @@ def test_an_idle_tower_is_left_out_and_a_decoder_of_other_names_is_refused(stack
 
 @pytest.mark.parametrize("outer", [None, True, False])
 def test_a_config_beside_an_idle_tower_says_whether_embeddings_are_tied(outer, folder):
-    values = {"architectures": [KIMI], "text_config": SIZES | {"tie_word_embeddings": False}}
+    values = {
+        "architectures": [KIMI],
+        "text_config": SIZES | {"tie_word_embeddings": False},
+    }
     said = {} if outer is None else {"tie_word_embeddings": outer}
     (folder / "config.json").write_text(json.dumps(values | said))
     if outer is False:
         assert not read_model_sizes(folder).has_tied_output
         return
-    with pytest.raises(ConfigError, match=f"false beside its text_config.* got {outer}"):
+    with pytest.raises(
+        ConfigError, match=f"false beside its text_config.* got {outer}"
+    ):
         read_model_sizes(folder)
 
 
@@ -259,7 +316,9 @@ def test_every_folder_that_sees_images_has_its_tower(role: str, tmp_path: Path) 
             "reference.path": str(tmp_path / "reference"),
         }
     )
-    with pytest.raises(ConfigError, match=f"{role}.path must hold .* Qwen3VL.* no model.visual"):
+    with pytest.raises(
+        ConfigError, match=f"{role}.path must hold .* Qwen3VL.* no model.visual"
+    ):
         check_model(config)
 
 
@@ -274,7 +333,9 @@ def test_a_folder_without_weights_is_found(folder: Path) -> None:
     ]
 
 
-def test_weights_that_the_hub_still_has_are_no_fault_of_the_folder(tmp_path: Path) -> None:
+def test_weights_that_the_hub_still_has_are_no_fault_of_the_folder(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "models--some--tiny" / "snapshots" / "c0ffee"
     (problem,) = missing_weights(folder, "model.path")
     assert problem == (
@@ -289,23 +350,35 @@ def test_weights_that_were_cut_off_are_found(folder: Path) -> None:
     assert missing_files(folder) == []
     cut(path, size - 1)
     rule = "model.path must hold whole files"
-    assert missing_files(folder) == [f"{rule}: {path} has {size - 1:,} of {size:,} bytes"]
+    assert missing_files(folder) == [
+        f"{rule}: {path} has {size - 1:,} of {size:,} bytes"
+    ]
 
 
 @pytest.mark.parametrize("num_bytes", [0, 7, 8, 30])
-def test_weights_that_end_within_their_header_are_found(num_bytes: int, folder: Path) -> None:
+def test_weights_that_end_within_their_header_are_found(
+    num_bytes: int, folder: Path
+) -> None:
     cut(folder / "model.safetensors", num_bytes)
     assert len(missing_files(folder)) == 1
 
 
-@pytest.mark.parametrize("text", ["version https://git-lfs.github.com/spec/v1\n", "<html></html>"])
-def test_a_page_or_a_pointer_in_place_of_weights_is_found(text: str, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["version https://git-lfs.github.com/spec/v1\n", "<html></html>"]
+)
+def test_a_page_or_a_pointer_in_place_of_weights_is_found(
+    text: str, folder: Path
+) -> None:
     (folder / "model.safetensors").write_text(text)
     (problem,) = missing_files(folder)
-    assert problem.endswith(f"{len(text)} bytes, does not begin as a safetensors file does")
+    assert problem.endswith(
+        f"{len(text)} bytes, does not begin as a safetensors file does"
+    )
 
 
-def test_a_shard_that_the_index_names_and_nobody_downloaded_is_found(folder: Path) -> None:
+def test_a_shard_that_the_index_names_and_nobody_downloaded_is_found(
+    folder: Path,
+) -> None:
     write_safetensors(folder / "model-1.safetensors")
     names = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     index = folder / "model.safetensors.index.json"
@@ -328,20 +401,26 @@ def test_a_file_that_cannot_be_read_is_named(name: str, folder: Path) -> None:
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to("/proc/self/mem")
     (wrong,) = missing_files(folder)
-    assert wrong.startswith(f"model.path must hold whole files: {folder / name} cannot be read: ")
+    assert wrong.startswith(
+        f"model.path must hold whole files: {folder / name} cannot be read: "
+    )
 
 
 def test_a_tokenizer_without_a_vocabulary_is_found(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     (problem,) = missing_files(folder)
-    assert problem.startswith(f"model.path must hold the tokenizer too, but {folder} has none of")
+    assert problem.startswith(
+        f"model.path must hold the tokenizer too, but {folder} has none of"
+    )
     (folder / "tokenizer_config.json").unlink()
     (problem,) = missing_files(folder)
     assert problem.endswith("has no tokenizer_config.json")
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_tokenizer_that_is_cut_off_or_cannot_be_read_is_found(name: str, folder: Path) -> None:
+def test_a_tokenizer_that_is_cut_off_or_cannot_be_read_is_found(
+    name: str, folder: Path
+) -> None:
     (folder / name).write_text('{"model": {"vocab": {"a": 0}}\n')
     assert missing_files(folder, folder / "mine.jinja") == []
     (folder / name).write_text('{"model": {"vocab": {"a":')
@@ -362,7 +441,9 @@ def test_a_tokenizer_without_a_chat_template_is_found(folder: Path) -> None:
     assert missing_files(folder) == []
 
 
-def test_a_relative_path_that_is_not_there_says_where_it_was_looked_for(tmp_path, monkeypatch):
+def test_a_relative_path_that_is_not_there_says_where_it_was_looked_for(
+    tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(
         ConfigError, match=f"got models/tiny, which does not exist below {tmp_path}$"

@@ -36,7 +36,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def png(width: int, height: int) -> bytes:
-    pixels = np.random.default_rng(width).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(width).integers(
+        0, 256, (height, width, 3), dtype=np.uint8
+    )
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
@@ -60,17 +62,24 @@ def test_a_transparent_image_stands_on_white() -> None:
         image.save(file, "PNG")
         found = decoded(file.getvalue())
         assert found.mode == "RGB"
-        assert (found.getpixel((0, 0)), found.getpixel((1, 1))) == ((255,) * 3, (0,) * 3)
+        assert (found.getpixel((0, 0)), found.getpixel((1, 1))) == (
+            (255,) * 3,
+            (0,) * 3,
+        )
 
 
 def test_shades_of_16_bits_stay_shades() -> None:
     file = io.BytesIO()
-    Image.fromarray(np.array([[0, 257, 40000, 65535]], dtype=np.uint16)).save(file, "PNG")
+    Image.fromarray(np.array([[0, 257, 40000, 65535]], dtype=np.uint16)).save(
+        file, "PNG"
+    )
     assert np.asarray(decoded(file.getvalue()))[0, :, 1].tolist() == [0, 1, 155, 255]
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_a_photograph_stands_upright_as_viewers_show_it(orientation: int, folder: Path) -> None:
+def test_a_photograph_stands_upright_as_viewers_show_it(
+    orientation: int, folder: Path
+) -> None:
     exif = Image.Exif()
     exif[0x0112] = orientation
     image = Image.new("RGB", (280, 56), "black")
@@ -92,7 +101,9 @@ def test_bytes_that_are_no_image_are_refused(folder: Path) -> None:
             processor.tokens(IMAGE, data)
     with pytest.raises(ValueError, match="cannot be read"):
         processor.pixels(RED[:-30])
-    with pytest.raises(ValueError, match=f"at most {MAX_PIXELS} pixels, got 5000 [*] 4000"):
+    with pytest.raises(
+        ValueError, match=f"at most {MAX_PIXELS} pixels, got 5000 [*] 4000"
+    ):
         processor.tokens(IMAGE, png(5000, 4000))
 
 
@@ -131,9 +142,14 @@ def test_a_trajectory_carries_its_images() -> None:
         plain, images=(RED, b"other"), image_places=(ImagePlace(1, 1), ImagePlace(6, 0))
     )
     trajectory = decode_trajectory(encode_trajectory(seen))
-    assert (trajectory.images, trajectory.image_places) == (seen.images, seen.image_places)
+    assert (trajectory.images, trajectory.image_places) == (
+        seen.images,
+        seen.image_places,
+    )
     for places in ([(1, 2)], [(6, 0), (1, 1)], [(15, 0)]):
-        wrong = dataclasses.replace(seen, image_places=tuple(ImagePlace(*p) for p in places))
+        wrong = dataclasses.replace(
+            seen, image_places=tuple(ImagePlace(*p) for p in places)
+        )
         with pytest.raises(ProtocolError, match="image"):
             decode_trajectory(encode_trajectory(wrong))
 
@@ -149,7 +165,9 @@ def table(folder: Path, **sampling: object) -> dict:
 
 def test_images_reserve_their_bytes_in_the_queue(folder: Path) -> None:
     without, with_images = (
-        parse_config(table(folder, max_images=number, max_image_bytes=1000), source="test")
+        parse_config(
+            table(folder, max_images=number, max_image_bytes=1000), source="test"
+        )
         for number in (0, 3)
     )
     assert with_images.trajectory_bytes() - without.trajectory_bytes() == 3000
@@ -167,5 +185,7 @@ def test_a_model_of_text_is_refused_images(tmp_path: Path) -> None:
         seed=0,
     )
     config = parse_config(table(tmp_path, max_images=1), source="test")
-    with pytest.raises(ConfigError, match="max_images must be 0 for a LlamaForCausalLM"):
+    with pytest.raises(
+        ConfigError, match="max_images must be 0 for a LlamaForCausalLM"
+    ):
         check_model(config)

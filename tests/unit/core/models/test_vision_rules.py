@@ -17,14 +17,23 @@ SEEING = {
     "vision_config": {"deepstack_visual_indexes": [0, 1]},
     **DECODER,
 }
-QWEN35 = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "vision_config": {"depth": 2}}
+QWEN35 = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "vision_config": {"depth": 2},
+}
 BLIND = {"architectures": ["Qwen3ForCausalLM"], **DECODER}
 FP8 = {"quantization": "fp8_per_channel"}
-FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+FULL = {
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "recompute_num_layers": 1,
+}
 
 
 def problems(values: dict[str, Any], changes: dict[str, Any]) -> list[str]:
-    return list(vision_problems(small_config(**changes), ModelSizes.of(decoder_table(values))))
+    return list(
+        vision_problems(small_config(**changes), ModelSizes.of(decoder_table(values)))
+    )
 
 
 def test_images_need_a_model_that_sees() -> None:
@@ -36,15 +45,23 @@ def test_images_need_a_model_that_sees() -> None:
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"learner": {"parallel": {"cp": 2}, "world_size": 2}}, "learner.parallel.cp must be 1"),
+        (
+            {"learner": {"parallel": {"cp": 2}, "world_size": 2}},
+            "learner.parallel.cp must be 1",
+        ),
         (
             {
                 "algorithm": {"kl": {"coefficient": 0.1}},
-                "reference": {"server": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}},
+                "reference": {
+                    "server": {"base_url": "http://127.0.0.1:1/v1", "model": "m"}
+                },
             },
             "reference.server gets no images",
         ),
-        ({"learner": {"transformer": FULL}}, "learner.transformer.recompute_granularity must be"),
+        (
+            {"learner": {"transformer": FULL}},
+            "learner.transformer.recompute_granularity must be",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -58,8 +75,18 @@ def test_a_model_that_sees_excludes_what_cannot_be_or_was_not_tested(changes, na
     ("changes", "table", "processor", "named"),
     [
         ({}, SEEING, {"patch_size": 14}, ""),
-        ({}, BLIND, {}, "critic.path must see images if and only if the policy does, got a Qwen3F"),
-        ({}, SEEING, {"patch_size": 16}, "critic.path must make the policy's tokens of images"),
+        (
+            {},
+            BLIND,
+            {},
+            "critic.path must see images if and only if the policy does, got a Qwen3F",
+        ),
+        (
+            {},
+            SEEING,
+            {"patch_size": 16},
+            "critic.path must make the policy's tokens of images",
+        ),
         (
             {"parallel": {"cp": 2}},
             SEEING,
@@ -69,7 +96,9 @@ def test_a_model_that_sees_excludes_what_cannot_be_or_was_not_tested(changes, na
     ],
     ids=["alike", "blind", "processor", "cp"],
 )
-def test_a_critic_sees_the_images_of_the_policy(changes, table, processor, named, tmp_path):
+def test_a_critic_sees_the_images_of_the_policy(
+    changes, table, processor, named, tmp_path
+):
     folders = {"policy": (SEEING, {"patch_size": 14}), "critic": (table, processor)}
     for name, (sizes, pixels) in folders.items():
         (tmp_path / name).mkdir()
@@ -83,7 +112,9 @@ def test_a_critic_sees_the_images_of_the_policy(changes, table, processor, named
     )
     problems = list(role_problems(config, ModelSizes.of(SEEING)))
     about = [problem for problem in problems if "images" in problem]
-    assert [problem.startswith(named) for problem in about] == [True] * bool(named), problems
+    assert [problem.startswith(named) for problem in about] == [True] * bool(named), (
+        problems
+    )
 
 
 MIXTURE = {"num_experts": 4}
@@ -107,7 +138,9 @@ def test_fp8_beside_a_tower_is_for_text(model, max_images, server, named):
         "rollout_server": server,
     }
     lines = problems(model, changes)
-    assert [problem.startswith(named) for problem in lines] == [True] * bool(named), lines
+    assert [problem.startswith(named) for problem in lines] == [True] * bool(named), (
+        lines
+    )
 
 
 @pytest.mark.parametrize("model", [SEEING, QWEN35 | DECODER])
@@ -116,7 +149,9 @@ def test_router_replay_goes_with_images(model: dict[str, Any]) -> None:
     assert problems(model | MIXTURE, changes) == []
 
 
-MERGE_4 = SEEING | {"vision_config": {"deepstack_visual_indexes": [0, 1], "spatial_merge_size": 4}}
+MERGE_4 = SEEING | {
+    "vision_config": {"deepstack_visual_indexes": [0, 1], "spatial_merge_size": 4}
+}
 
 
 @pytest.mark.parametrize(
@@ -131,8 +166,16 @@ MERGE_4 = SEEING | {"vision_config": {"deepstack_visual_indexes": [0, 1], "spati
             },
             "",
         ),
-        (SEEING, {"processor_config.json": {}, "preprocessor_config.json": {"mean": 1}}, ""),
-        (SEEING, {"processor_config.json": {"image_processor": {"mean": 2}}}, "mean 2, not 1"),
+        (
+            SEEING,
+            {"processor_config.json": {}, "preprocessor_config.json": {"mean": 1}},
+            "",
+        ),
+        (
+            SEEING,
+            {"processor_config.json": {"image_processor": {"mean": 2}}},
+            "mean 2, not 1",
+        ),
         (
             SEEING,
             {
@@ -142,7 +185,11 @@ MERGE_4 = SEEING | {"vision_config": {"deepstack_visual_indexes": [0, 1], "spati
             "mean 2, not 1",
         ),
         (SEEING, {}, "mean None, not 1"),
-        (MERGE_4, {"preprocessor_config.json": {"mean": 1}}, "spatial_merge_size 4, not 2"),
+        (
+            MERGE_4,
+            {"preprocessor_config.json": {"mean": 1}},
+            "spatial_merge_size 4, not 2",
+        ),
         (
             SEEING | {"image_token_id": 7},
             {"preprocessor_config.json": {"mean": 1}},
@@ -161,14 +208,18 @@ def test_pixels_and_tokens_are_compared_as_transformers_reads_them(
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "[]", '{"image_processor": 3}'])
 @pytest.mark.parametrize("name", ["processor_config.json", "preprocessor_config.json"])
-def test_a_file_of_an_image_processor_that_cannot_be_read_is_refused_by_name(name, text, tmp_path):
+def test_a_file_of_an_image_processor_that_cannot_be_read_is_refused_by_name(
+    name, text, tmp_path
+):
     if name.startswith("pre") and "3" in text:
         text = "3"
     with pytest.raises(ConfigError, match=f"{tmp_path / 'reference' / name}"):
         processor_problems(tmp_path, SEEING, {name: text})
 
 
-def processor_problems(folder: Path, table: dict[str, Any], files: dict[str, Any]) -> list[str]:
+def processor_problems(
+    folder: Path, table: dict[str, Any], files: dict[str, Any]
+) -> list[str]:
     """Returns what is said of images of a reference with `files`, beside a usual policy."""
     folders = {"policy": (SEEING, {"preprocessor_config.json": {"mean": 1}})}
     folders["reference"] = (table, files)
@@ -190,9 +241,17 @@ def processor_problems(folder: Path, table: dict[str, Any], files: dict[str, Any
     ]
 
 
-@pytest.mark.parametrize(("token", "vocab"), [(99, 100), (100, 100), (-1, 100), (None, 151655)])
-def test_the_token_of_images_is_one_of_the_vocabulary(token: int | None, vocab: int) -> None:
-    table = SEEING | {"vocab_size": vocab} | ({} if token is None else {"image_token_id": token})
+@pytest.mark.parametrize(
+    ("token", "vocab"), [(99, 100), (100, 100), (-1, 100), (None, 151655)]
+)
+def test_the_token_of_images_is_one_of_the_vocabulary(
+    token: int | None, vocab: int
+) -> None:
+    table = (
+        SEEING
+        | {"vocab_size": vocab}
+        | ({} if token is None else {"image_token_id": token})
+    )
     lines = problems(table, {"sampling": {"max_images": 2}})
     assert len(lines) == (token != 99)
     if lines:
@@ -225,7 +284,11 @@ def test_embeddings_are_tied_where_transformers_ties_them(name, outer, inner):
 def test_a_text_model_within_one_with_a_tower_is_written_anew_first(name: str) -> None:
     architecture = f"{name}ForConditionalGeneration"
     decoder = {"model_type": "any", **DECODER}
-    values = {"architectures": [architecture], "text_config": decoder, "vision_config": {"a": 1}}
+    values = {
+        "architectures": [architecture],
+        "text_config": decoder,
+        "vision_config": {"a": 1},
+    }
     (problem,) = model_problems(ModelSizes.of(decoder_table(values)))
     assert f"of architecture {architecture}, which cannot be loaded" in problem
     assert problem.endswith("docs/guides/models.md shows how to write its text model")

@@ -23,14 +23,18 @@ CERTIFICATE = {"tls_certificate": "a.pem", "tls_key": "a.key"}
         ({"listen": OPEN, "url": "https://me@host"}, "agents.url must have no query"),
     ],
 )
-def test_addresses_that_cannot_work_are_refused(agents: dict[str, str], cause: str) -> None:
+def test_addresses_that_cannot_work_are_refused(
+    agents: dict[str, str], cause: str
+) -> None:
     with pytest.raises(ConfigError, match=cause):
         small_config(agents=agents, security=CERTIFICATE)
 
 
 def test_an_address_beyond_loopback_needs_a_certificate() -> None:
     agents = {"listen": OPEN, "url": "https://{host}:8443/agents"}
-    with pytest.raises(ConfigError, match="agents.listen 10.0.0.1:8443 is not loopback: set"):
+    with pytest.raises(
+        ConfigError, match="agents.listen 10.0.0.1:8443 is not loopback: set"
+    ):
         small_config(agents=agents)
     assert small_config(agents=agents, security=CERTIFICATE).agents.listen == OPEN
 

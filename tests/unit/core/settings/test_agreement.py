@@ -52,6 +52,8 @@ def test_stages_replicas_and_sizes_keep_the_bits() -> None:
     config = small_config(
         **BITS,
         learner={"world_size": 4, "parallel": {"pp": 2}},
-        rollout_server={"engine": {"max_num_batched_tokens": 512, "enable_prefix_caching": False}},
+        rollout_server={
+            "engine": {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
+        },
     )
     assert config.algorithm.agreement == "bits"

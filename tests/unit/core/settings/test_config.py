@@ -41,14 +41,18 @@ def test_the_smallest_table_is_enough() -> None:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(path, tmp_path):
+def test_configs_that_are_shipped_are_valid_and_come_back_from_their_dump(
+    path, tmp_path
+):
     config = load_config(path)
     copied = tmp_path / "dump.toml"
     copied.write_text(dump_config(config))
     assert load_config(copied) == config
 
 
-def test_branches_add_to_the_size_of_a_trajectory_and_have_a_limit_of_their_own() -> None:
+def test_branches_add_to_the_size_of_a_trajectory_and_have_a_limit_of_their_own() -> (
+    None
+):
     config = config_with({"sampling.max_total_tokens": 256})
     assert (config.sampling.total_tokens, config.sampling.max_branches) == (256, 16)
     assert config.trajectory_bytes() == 2048 + 24 * 256
@@ -65,18 +69,27 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("algorithm.max_stalenes", "unknown key 'algorithm.max_stalenes'; did you mean 'max_stale"),
+        (
+            "algorithm.max_stalenes",
+            "unknown key 'algorithm.max_stalenes'; did you mean 'max_stale",
+        ),
         ("trainer.x", "unknown key 'trainer'; known are run, model, "),
         (
             "algorithm.lr",
             "unknown key 'algorithm.lr'; verl's actor_rollout_ref.actor.optim.lr is "
             "algorithm.learning_rate here",
         ),
-        ("learning_rate", "unknown key 'learning_rate'; did you mean 'algorithm.learning_rate', "),
+        (
+            "learning_rate",
+            "unknown key 'learning_rate'; did you mean 'algorithm.learning_rate', ",
+        ),
         ("algoritm.group_size", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("learner.parallel.tpp", "unknown key 'learner.parallel.tpp'; did you mean "),
         # A setting of another table.
-        ("weights.ignore_eos", "unknown key 'weights.ignore_eos'; did you mean 'debug."),
+        (
+            "weights.ignore_eos",
+            "unknown key 'weights.ignore_eos'; did you mean 'debug.",
+        ),
         ("queue.zzzzzz", "unknown key 'queue.zzzzzz'; known are kind, redis_url, "),
         (
             "algorithm.groups",
@@ -89,7 +102,9 @@ def test_context_parallel_ranks_share_an_episode_that_is_too_long_for_one() -> N
         ),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message: str) -> None:
+def test_an_unknown_key_is_refused_with_the_nearest_right_one(
+    path: str, message: str
+) -> None:
     refusal = refusal_of({path: 1})
     assert refusal.startswith(message)
     # Notes on settings are none themselves.
@@ -98,7 +113,10 @@ def test_an_unknown_key_is_refused_with_the_nearest_right_one(path: str, message
 
 def test_an_unknown_key_of_an_entry_is_refused_with_its_place() -> None:
     table = {"environments": [{"name": "a", "reference": "a:B", "wieght": 2}]}
-    assert refusal_of(table) == "unknown key 'environments.0.wieght'; did you mean 'weight'?"
+    assert (
+        refusal_of(table)
+        == "unknown key 'environments.0.wieght'; did you mean 'weight'?"
+    )
 
 
 def test_all_missing_keys_are_named_in_one_line() -> None:
@@ -107,14 +125,19 @@ def test_all_missing_keys_are_named_in_one_line() -> None:
             parse_config(table, source="test")
         return str(caught.value).removeprefix("test: ")
 
-    assert said({"run": {"name": "a"}, "model": {"path": "b"}}) == "run.steps is required"
+    assert (
+        said({"run": {"name": "a"}, "model": {"path": "b"}}) == "run.steps is required"
+    )
     table: Table = {"run": {}, "environments": [{}]}
     assert said(table) == (
         "run.name, run.steps, model.path, environments.0.name and environments.0.reference are "
         "required"
     )
     # A mistyped key is why another one is missing.
-    assert said(table | {"modle": {"path": "x"}}) == "unknown key 'modle'; did you mean 'model'?"
+    assert (
+        said(table | {"modle": {"path": "x"}})
+        == "unknown key 'modle'; did you mean 'model'?"
+    )
 
 
 def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> None:
@@ -158,7 +181,10 @@ def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> No
             "+run.steps=3",
             "an override is written without + or ~, run.steps=3: got '+run.steps=3'",
         ),
-        ("environments=[]\nx=3", "an override has one value, got 'environments=[]\\nx=3'"),
+        (
+            "environments=[]\nx=3",
+            "an override has one value, got 'environments=[]\\nx=3'",
+        ),
         ("environments.0=3", "'environments.0=3': there is no entry 0"),
         (
             "learner.devices=0",
@@ -168,14 +194,23 @@ def test_overrides_take_toml_values_and_reach_list_entries(tmp_path: Path) -> No
             "rollout_server.devices=0,1",
             "rollout_server.devices is a list: 'rollout_server.devices=[0, 1]' on a command line",
         ),
-        ("learner.devices=cuda:0", "a list: 'learner.devices=[0]' on a command line, got 'cuda:0'"),
+        (
+            "learner.devices=cuda:0",
+            "a list: 'learner.devices=[0]' on a command line, got 'cuda:0'",
+        ),
         ("learner.devices=0.5", "learner.devices is a list, got 0.5"),
         (
             "tracking.trackers=tensorboard",
             "tracking.trackers is a list: 'tracking.trackers=[\"tensorboard\"]' on a command line",
         ),
-        ("learner.devices=[0.5]", "learner.devices.0: input should be a valid integer, got a"),
-        ("learner.ddp={x={y=nan}}", "learner.ddp.x.y: input should be a finite number, got nan"),
+        (
+            "learner.devices=[0.5]",
+            "learner.devices.0: input should be a valid integer, got a",
+        ),
+        (
+            "learner.ddp={x={y=nan}}",
+            "learner.ddp.x.y: input should be a finite number, got nan",
+        ),
     ],
 )
 def test_an_override_that_cannot_work_is_refused(override, message, tmp_path):
@@ -202,17 +237,23 @@ def test_an_entry_beyond_the_only_one_is_refused(tmp_path: Path) -> None:
         ("python = None", "None is written by leaving the line out"),
     ],
 )
-def test_a_word_of_python_in_a_file_is_told_in_words_of_toml(line, hint, tmp_path) -> None:
+def test_a_word_of_python_in_a_file_is_told_in_words_of_toml(
+    line, hint, tmp_path
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text(f"[run]\n{line}\n")
-    with pytest.raises(ConfigError, match=f"is no TOML: Invalid value .at line 2.*: {hint}$"):
+    with pytest.raises(
+        ConfigError, match=f"is no TOML: Invalid value .at line 2.*: {hint}$"
+    ):
         load_config(file)
 
 
 def test_a_model_named_by_its_page_on_the_hub_is_told_its_name(tmp_path: Path) -> None:
     page = Path("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main")
     config = config_with({"model.path": page})
-    with pytest.raises(ConfigError, match="without its address: Qwen/Qwen3-0.6B, got https:/hug"):
+    with pytest.raises(
+        ConfigError, match="without its address: Qwen/Qwen3-0.6B, got https:/hug"
+    ):
         check_model(config)
 
 
@@ -233,7 +274,9 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"broken.toml is no TOML: Expected ']'"):
         load_config(tmp_path / "broken.toml")
     (tmp_path / "latin.toml").write_bytes(b"# caf\xe9\n")
-    with pytest.raises(ConfigError, match=r"latin.toml: TOML is UTF-8, byte 5 \(0xe9\) is not"):
+    with pytest.raises(
+        ConfigError, match=r"latin.toml: TOML is UTF-8, byte 5 \(0xe9\) is not"
+    ):
         load_config(tmp_path / "latin.toml")
     with pytest.raises(ConfigError, match="Is a directory$"):
         load_config(tmp_path)
@@ -247,15 +290,22 @@ def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path) -> None:
             load_config(changed)
 
 
-def test_an_error_says_whether_the_command_line_has_a_part_in_it(tmp_path: Path) -> None:
+def test_an_error_says_whether_the_command_line_has_a_part_in_it(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "run.toml"
     file.write_text(dump_config(config_with()))
     with pytest.raises(ConfigError) as caught:
         load_config(file, ["algorithm.kl=0.1"])
-    assert str(caught.value) == "command line: algorithm.kl is a table of settings, got 0.1"
+    assert (
+        str(caught.value)
+        == "command line: algorithm.kl is a table of settings, got 0.1"
+    )
     with pytest.raises(ConfigError, match=f"^{file} and command line: .*group_size"):
         load_config(file, ["rollout_server.max_episodes=1"])
-    with pytest.raises(ConfigError, match="^command line: controller.address: an address is HOST:"):
+    with pytest.raises(
+        ConfigError, match="^command line: controller.address: an address is HOST:"
+    ):
         load_config(file, ["run.steps=3", "controller.address=7071"])
     file.write_text(file.read_text().replace("[run]", "[run]\nstepz = 3", 1))
     with pytest.raises(ConfigError) as caught:
@@ -295,15 +345,23 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("address", "parts"),
-    [("localhost:1", ("localhost", 1)), ("[::1]:65535", ("::1", 65535)), ("a.b:0", ("a.b", 0))],
+    [
+        ("localhost:1", ("localhost", 1)),
+        ("[::1]:65535", ("::1", 65535)),
+        ("a.b:0", ("a.b", 0)),
+    ],
 )
 def test_an_address_has_a_host_and_a_port(address: str, parts: tuple[str, int]) -> None:
     assert address_parts(address) == parts
 
 
-@pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:65536", "a b:1", "host:x"])
+@pytest.mark.parametrize(
+    "address", ["", "host", "host:", ":1", "host:65536", "a b:1", "host:x"]
+)
 def test_an_address_of_another_form_is_refused(address: str) -> None:
-    with pytest.raises(ConfigError, match="an address is host:port with a port up to 65535, got"):
+    with pytest.raises(
+        ConfigError, match="an address is host:port with a port up to 65535, got"
+    ):
         address_parts(address)
 
 
@@ -334,7 +392,9 @@ def test_a_model_folder_must_be_whole(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[]")
     assert problem() == f"{folder}/config.json must hold a table, got a list"
     (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
-    assert problem() == f"model.path must hold safetensors weights, but {folder} has none"
+    assert (
+        problem() == f"model.path must hold safetensors weights, but {folder} has none"
+    )
     model_folder(folder, num_attention_heads=2)
     check_model(config)
 
@@ -387,7 +447,9 @@ def test_sizes_that_the_model_does_not_have_are_refused_before_it_is_loaded(
         ),
     ],
 )
-def test_models_without_stages_are_refused(sizes: Table, words: str, tmp_path: Path) -> None:
+def test_models_without_stages_are_refused(
+    sizes: Table, words: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     fields = json.dumps(sizes)
@@ -426,7 +488,9 @@ TOP_K = {"algorithm.kl": {"coefficient": 1.0, "estimator": "forward_top_k"}}
         ),
     ],
 )
-def test_tokens_are_those_of_the_model(changes: Table, line: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_model(
+    changes: Table, line: str, tmp_path: Path
+) -> None:
     folder = model_folder(tmp_path, vocab_size=32)
     config = config_with({"model.path": str(folder)} | changes)
     if not line:
@@ -449,7 +513,9 @@ def test_tokens_are_those_of_the_model(changes: Table, line: str, tmp_path: Path
         ("[]", " must hold a table, got a list"),
     ],
 )
-def test_the_ends_of_replies_are_tokens_in_a_whole_file(text, line, tmp_path: Path) -> None:
+def test_the_ends_of_replies_are_tokens_in_a_whole_file(
+    text, line, tmp_path: Path
+) -> None:
     config = config_with({"model.path": str(model_folder(tmp_path))})
     path = tmp_path / "generation_config.json"
     path.write_text(text)
@@ -461,28 +527,47 @@ def test_the_ends_of_replies_are_tokens_in_a_whole_file(text, line, tmp_path: Pa
     assert str(caught.value) == f"{path}{line}"
 
 
-def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_too_large(tmp_path):
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+def test_router_replay_is_refused_for_dense_models_and_trajectories_that_grow_too_large(
+    tmp_path,
+):
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 96,
+    }
     dense = model_folder(tmp_path / "dense", num_hidden_layers=4, **heads)
-    experts = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 96}
+    experts = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 96,
+    }
     names = {"architectures": ["Qwen3MoeForCausalLM"]}
-    mixture = model_folder(tmp_path / "mixture", num_hidden_layers=48, **heads, **experts, **names)
+    mixture = model_folder(
+        tmp_path / "mixture", num_hidden_layers=48, **heads, **experts, **names
+    )
     plain = {"model.path": str(mixture)}
     replay = plain | {"algorithm.router_replay": "rollout"}
     check_model(config_with(replay))
-    with pytest.raises(ConfigError, match=r"router_replay = 'rollout' needs a mixture of experts"):
+    with pytest.raises(
+        ConfigError, match=r"router_replay = 'rollout' needs a mixture of experts"
+    ):
         check_model(config_with(replay | {"model.path": str(dense)}))
     # 2 * 2 trajectories of 2048 + 16 * (24 + 384) bytes
     largest = 2048 + 16 * 408
     room = {"queue.max_bytes": 4 * largest - 1}
     check_model(config_with(plain | room))
-    with pytest.raises(ConfigError, match=rf"{4 * largest} bytes, got .* adds 384 bytes"):
+    with pytest.raises(
+        ConfigError, match=rf"{4 * largest} bytes, got .* adds 384 bytes"
+    ):
         check_model(config_with(replay | room))
     enough = config_with(replay | {"queue.max_bytes": 4 * largest})
     check_model(enough)
     assert largest_trajectory_bytes(enough) == largest
     assert largest_trajectory_bytes(config_with()) == 2048 + 16 * 24
-    long = {"sampling.max_episode_tokens": 100_000, "learner.micro_batch_tokens": 100_000}
+    long = {
+        "sampling.max_episode_tokens": 100_000,
+        "learner.micro_batch_tokens": 100_000,
+    }
     with pytest.raises(ConfigError, match="too large to send"):
         check_model(config_with(replay | long | {"queue.max_bytes": 1 << 40}))
 
@@ -505,8 +590,14 @@ NESTED = "x.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.a.... is nested more than 32 tab
     ("text", "said"),
     [
         ("x = " + "{a=" * 100 + "[]" + "}" * 100 + "\n", NESTED),
-        ("[run]\nsteps = 0x" + "f" * 5_000 + "\n", "run.steps must fit 64 bits, got a number of "),
-        ("[[environments]]\nargs = { n = -9223372036854775809 }\n", "environments.0.args.n must f"),
+        (
+            "[run]\nsteps = 0x" + "f" * 5_000 + "\n",
+            "run.steps must fit 64 bits, got a number of ",
+        ),
+        (
+            "[[environments]]\nargs = { n = -9223372036854775809 }\n",
+            "environments.0.args.n must f",
+        ),
     ],
 )
 def test_settings_of_any_depth_and_size_are_refused_in_one_line(tmp_path, text, said):
@@ -523,11 +614,23 @@ def test_settings_of_any_depth_and_size_are_refused_in_one_line(tmp_path, text, 
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        (".".join("a" * 50_000) + "=1", "an override's key has at most 100 parts: 'a.a.a"),
+        (
+            ".".join("a" * 50_000) + "=1",
+            "an override's key has at most 100 parts: 'a.a.a",
+        ),
         ("run.steps=" + "9" * 5_000, "has no value: Exceeds the limit (4300 digits)"),
-        ("run.steps=0x" + "f" * 5_000, "fffffff' must fit 64 bits, got a number of 20000 bits"),
-        ("run.steps=" + "[" * 5_000 + "]" * 5_000, "has no value: maximum recursion depth"),
-        ("run.steps={" + ".".join("a" * 100_000) + "=1}", "a key has more than 100 parts"),
+        (
+            "run.steps=0x" + "f" * 5_000,
+            "fffffff' must fit 64 bits, got a number of 20000 bits",
+        ),
+        (
+            "run.steps=" + "[" * 5_000 + "]" * 5_000,
+            "has no value: maximum recursion depth",
+        ),
+        (
+            "run.steps={" + ".".join("a" * 100_000) + "=1}",
+            "a key has more than 100 parts",
+        ),
     ],
 )
 def test_an_override_of_any_depth_and_size_is_refused_in_one_line(override, said):
@@ -537,15 +640,22 @@ def test_an_override_of_any_depth_and_size_is_refused_in_one_line(override, said
     assert len(str(caught.value)) < 250
 
 
-def test_what_is_no_setting_in_the_file_of_another_releases_run_is_told(tmp_path, caplog):
+def test_what_is_no_setting_in_the_file_of_another_releases_run_is_told(
+    tmp_path, caplog
+):
     played = [{"name": name, "reference": "a:B"} for name in ("a", "held")]
     config = config_with({"environments": played[:1], "evaluations": played[1:]})
     table = parse_toml(dump_config(config))
     table["debug"]["head_dtype"] = "model"
-    table["environments"][0]["algorithm"] = {"loss_weight": 0.5, "kl": {"coefficient": 0.1}}
+    table["environments"][0]["algorithm"] = {
+        "loss_weight": 0.5,
+        "kl": {"coefficient": 0.1},
+    }
     table["evaluations"][0]["pass_threshold"] = 0.5
     file = tmp_path / "config.toml"
     file.write_bytes(with_first_line(tomli_w.dumps(table)))
     assert load_config(file) == config
     gone = "environments.0.algorithm, evaluations.0.pass_threshold, debug.head_dtype"
-    assert caplog.messages == [f"{file} is of another release: {gone} are no settings here"]
+    assert caplog.messages == [
+        f"{file} is of another release: {gone} are no settings here"
+    ]

@@ -4,7 +4,11 @@ from typing import Any
 import pytest
 from slipstream.core.models.model_rules import layout_problems, model_problems
 from slipstream.core.models.model_sizes import ModelSizes
-from slipstream.core.settings.parallel_rules import RankLayout, table_problems, world_problems
+from slipstream.core.settings.parallel_rules import (
+    RankLayout,
+    table_problems,
+    world_problems,
+)
 from slipstream.core.settings.sections import LearnerSection, ParallelSection
 from support.fakes.small_configs import refusals
 
@@ -25,13 +29,17 @@ def layout_of(world_size: int, sizes: dict[str, int]) -> RankLayout:
         (6, {"tp": 3, "ep": 2, "etp": 1}, 2, 3),
     ],
 )
-def test_data_parallel_sizes_are_what_the_other_sizes_leave(world_size, sizes, dp, expert_dp):
+def test_data_parallel_sizes_are_what_the_other_sizes_leave(
+    world_size, sizes, dp, expert_dp
+):
     layout = layout_of(world_size, sizes)
     assert (layout.dp, layout.expert_dp) == (dp, expert_dp)
 
 
 def test_description_names_every_group_that_has_more_than_one_rank() -> None:
-    assert layout_of(8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}).describe(has_experts=True) == (
+    assert layout_of(8, {"tp": 2, "pp": 2, "ep": 2, "etp": 1}).describe(
+        has_experts=True
+    ) == (
         "8 ranks: tp 2, pp 2, cp 1, dp 2; experts: ep 2, etp 1, dp 2\n"
         "tp: 4 x 2: [0 1] [2 3] [4 5] [6 7]\n"
         "dp: 4 x 2: [0 2] [1 3] [4 6] [5 7]\n"
@@ -39,11 +47,17 @@ def test_description_names_every_group_that_has_more_than_one_rank() -> None:
         "ep: 4 x 2: [0 1] [2 3] [4 5] [6 7]\n"
         "expert_dp: 4 x 2: [0 2] [1 3] [4 6] [5 7]"
     )
-    assert layout_of(1, {}).describe(has_experts=False) == "1 rank: tp 1, pp 1, cp 1, dp 1"
+    assert (
+        layout_of(1, {}).describe(has_experts=False) == "1 rank: tp 1, pp 1, cp 1, dp 1"
+    )
 
 
 def test_description_of_many_ranks_is_short() -> None:
-    lines = layout_of(256, {"tp": 8, "pp": 16, "cp": 2}).describe(has_experts=False).splitlines()
+    lines = (
+        layout_of(256, {"tp": 8, "pp": 16, "cp": 2})
+        .describe(has_experts=False)
+        .splitlines()
+    )
     assert lines[1] == (
         "tp: 32 x 8: [0-7] [8-15] [16-23] [24-31] [32-39] [40-47] [48-55] ... [248-255]"
     )
@@ -107,24 +121,84 @@ def test_possible_layout_has_no_problem(world_size, parallel, sizes):
 
 
 IMPOSSIBLE: list[tuple[int, dict[str, Any], dict[str, Any], str]] = [
-    (6, {"tp": 4}, DENSE, "learner.world_size must be a multiple of tp * pp * cp = 4, got 6"),
+    (
+        6,
+        {"tp": 4},
+        DENSE,
+        "learner.world_size must be a multiple of tp * pp * cp = 4, got 6",
+    ),
     (12, {"tp": 2, "cp": 2, "pp": 2}, DENSE, "a multiple of tp * pp * cp = 8, got 12"),
     (4, {"ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 8, got 4"),
     (8, {"tp": 2, "ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 16, got 8"),
     (8, {"pp": 2, "ep": 8}, MIXTURE, "a multiple of ep * etp * pp = 16, got 8"),
     (3, {"tp": 1, "etp": 2}, MIXTURE, "a multiple of ep * etp * pp = 2, got 3"),
     (2, {"vpp": 2}, DENSE, "learner.parallel.vpp needs pp > 1, got vpp = 2 and pp = 1"),
-    (2, {"pp": 2, "vpp": 1}, DENSE, "learner.parallel.vpp must be 2 or more, or left out, got 1"),
-    (3, {"tp": 3}, DENSE, "learner.parallel.tp must divide the model's 8 attention heads, got 3"),
-    (8, {"tp": 8}, DENSE, "learner.parallel.tp must divide the model's 4 key-value heads, got 8"),
-    (4, {"tp": 4}, DENSE | {"intermediate_size": 98}, "learner.parallel.tp must divide the interm"),
-    (3, {"pp": 3}, DENSE, "learner.parallel.pp * vpp must divide the model's 8 layers, got 3"),
-    (4, {"pp": 4, "vpp": 4}, DENSE, "pp * vpp must divide the model's 8 layers, got 16"),
-    (2, {"ep": 2}, DENSE, "learner.parallel.ep must be 1: the model has no experts, got 2"),
-    (2, {"tp": 2, "etp": 1}, DENSE, "learner.parallel.etp must be left out: the model has no expe"),
-    (3, {"ep": 3}, MIXTURE, "learner.parallel.ep must divide the model's 8 experts, got 3"),
-    (16, {"ep": 16}, MIXTURE, "learner.parallel.ep must divide the model's 8 experts, got 16"),
-    (16, {"etp": 16}, MIXTURE, "learner.parallel.etp (None: tp) must divide the experts' intermed"),
+    (
+        2,
+        {"pp": 2, "vpp": 1},
+        DENSE,
+        "learner.parallel.vpp must be 2 or more, or left out, got 1",
+    ),
+    (
+        3,
+        {"tp": 3},
+        DENSE,
+        "learner.parallel.tp must divide the model's 8 attention heads, got 3",
+    ),
+    (
+        8,
+        {"tp": 8},
+        DENSE,
+        "learner.parallel.tp must divide the model's 4 key-value heads, got 8",
+    ),
+    (
+        4,
+        {"tp": 4},
+        DENSE | {"intermediate_size": 98},
+        "learner.parallel.tp must divide the interm",
+    ),
+    (
+        3,
+        {"pp": 3},
+        DENSE,
+        "learner.parallel.pp * vpp must divide the model's 8 layers, got 3",
+    ),
+    (
+        4,
+        {"pp": 4, "vpp": 4},
+        DENSE,
+        "pp * vpp must divide the model's 8 layers, got 16",
+    ),
+    (
+        2,
+        {"ep": 2},
+        DENSE,
+        "learner.parallel.ep must be 1: the model has no experts, got 2",
+    ),
+    (
+        2,
+        {"tp": 2, "etp": 1},
+        DENSE,
+        "learner.parallel.etp must be left out: the model has no expe",
+    ),
+    (
+        3,
+        {"ep": 3},
+        MIXTURE,
+        "learner.parallel.ep must divide the model's 8 experts, got 3",
+    ),
+    (
+        16,
+        {"ep": 16},
+        MIXTURE,
+        "learner.parallel.ep must divide the model's 8 experts, got 16",
+    ),
+    (
+        16,
+        {"etp": 16},
+        MIXTURE,
+        "learner.parallel.etp (None: tp) must divide the experts' intermed",
+    ),
 ]
 
 
@@ -141,7 +215,9 @@ def test_ranks_of_a_node_divide_the_world() -> None:
 
 
 def test_micro_batches_hold_pairs_of_chunks_under_context_parallelism() -> None:
-    assert problems({"world_size": 2, "micro_batch_tokens": 95, "parallel": {"cp": 2}}, DENSE) == [
+    assert problems(
+        {"world_size": 2, "micro_batch_tokens": 95, "parallel": {"cp": 2}}, DENSE
+    ) == [
         "learner.micro_batch_tokens must be even with learner.parallel.cp > 1, as each sequence is "
         "cut into 2 * cp equal chunks, got 95"
     ]
@@ -157,9 +233,19 @@ STAGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({FIRST: 2}, {"pp": 3}, 8, ""),
     ({FIRST: 2}, {"pp": 3}, 7, "the 5 layers between the first"),
     ({FIRST: 3, LAST: 3}, {"pp": 3}, 8, ""),
-    ({FIRST: 3, LAST: 3}, {"pp": 2}, 8, "the 2 layers between the first and the last stage"),
+    (
+        {FIRST: 3, LAST: 3},
+        {"pp": 2},
+        8,
+        "the 2 layers between the first and the last stage",
+    ),
     ({LAST: 0}, {"pp": 2}, 8, "must be multiples of vpp"),
-    ({FIRST: 3}, {"pp": 2, "vpp": 2}, 9, "must be multiples of vpp, got 3 and None with vpp = 2"),
+    (
+        {FIRST: 3},
+        {"pp": 2, "vpp": 2},
+        9,
+        "must be multiples of vpp, got 3 and None with vpp = 2",
+    ),
     ({TEXT: True}, {"pp": 4}, 7, ""),
     ({TEXT: True}, {"pp": 4}, 8, "layers with 1 for account"),
     ({TEXT: True, LOSS: True}, {"pp": 16}, 126, ""),
@@ -172,7 +258,11 @@ STAGES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
 def test_layers_are_shared_out_over_the_stages_as_megatron_does(
     transformer: dict[str, Any], parallel: dict[str, Any], layers: int, message: str
 ) -> None:
-    learner = {"world_size": parallel["pp"], "parallel": parallel, "transformer": transformer}
+    learner = {
+        "world_size": parallel["pp"],
+        "parallel": parallel,
+        "transformer": transformer,
+    }
     lines = problems(learner, DENSE | {"num_hidden_layers": layers})
     assert len(lines) == bool(message), lines
     assert message in "".join(lines)
@@ -180,8 +270,14 @@ def test_layers_are_shared_out_over_the_stages_as_megatron_does(
 
 # settings of the learner, part of the message
 TABLES: list[tuple[dict[str, Any], str]] = [
-    ({"ddp": {"use_megatron_fsdp": True}}, "learner.ddp.use_megatron_fsdp is not supported"),
-    ({"ddp": {"check_for_nan_in_grad": True}}, "ddp.check_for_nan_in_grad is not supported"),
+    (
+        {"ddp": {"use_megatron_fsdp": True}},
+        "learner.ddp.use_megatron_fsdp is not supported",
+    ),
+    (
+        {"ddp": {"check_for_nan_in_grad": True}},
+        "ddp.check_for_nan_in_grad is not supported",
+    ),
     *refusals("""
 ddp = {overlap_param_gather = true, overlap_grad_reduce = true}
     learner.ddp.overlap_param_gather needs ddp.use_distributed_optimizer = true
@@ -242,8 +338,14 @@ def test_settings_for_megatron_that_go_together_are_not_refused() -> None:
             "overlap_param_gather": True,
             "overlap_grad_reduce": True,
         },
-        "optimizer": {"use_precision_aware_optimizer": True, "optimizer_offload_fraction": 0.5},
-        "transformer": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+        "optimizer": {
+            "use_precision_aware_optimizer": True,
+            "optimizer_offload_fraction": 0.5,
+        },
+        "transformer": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["mlp"],
+        },
     }
     assert problems(learner, DENSE) == []
 
@@ -300,11 +402,17 @@ MODELS: list[tuple[dict[str, Any], str]] = [
     ({"quantization_config": {"quant_method": "fp8"}}, "quantized weights"),
     ({"use_sliding_window": True}, "a sliding window"),
     ({"sliding_window": 4096}, "a sliding window"),
-    ({"rope_scaling": {"type": "longrope"}}, "transformers chooses factors for each sequence"),
+    (
+        {"rope_scaling": {"type": "longrope"}},
+        "transformers chooses factors for each sequence",
+    ),
     ({"rope_scaling": {"type": "proportional"}}, "got 'proportional': was not tested"),
     ({"decoder_sparse_step": 2}, "dense layers in between"),
     ({"mlp_only_layers": [0]}, "dense layers in between"),
-    ({"num_experts_per_tok": 9}, "num_experts_per_tok must be 1 to the 8 experts, got 9"),
+    (
+        {"num_experts_per_tok": 9},
+        "num_experts_per_tok must be 1 to the 8 experts, got 9",
+    ),
     ({"num_experts_per_tok": 1}, "leaves the router no gradient"),
     *refusals("""
 architectures = ["GPT2LMHeadModel"], num_experts = 0
@@ -328,7 +436,9 @@ architectures = ["MixtralForCausalLM"]
 
 
 @pytest.mark.parametrize(("change", "message"), MODELS)
-def test_model_that_cannot_be_trained_is_refused(change: dict[str, Any], message: str) -> None:
+def test_model_that_cannot_be_trained_is_refused(
+    change: dict[str, Any], message: str
+) -> None:
     lines = problems({}, MIXTURE | change)
     assert len(lines) == 1, lines
     assert message in lines[0]
@@ -352,7 +462,9 @@ def test_a_shared_expert_is_split_evenly() -> None:
     learner = {"world_size": 4, "parallel": {"tp": 4}}
     assert problems(learner, MIXTURE | {"shared_expert_intermediate_size": 32}) == []
     (problem,) = problems(learner, MIXTURE | {"shared_expert_intermediate_size": 30})
-    assert problem.endswith("must divide the shared expert's intermediate size of 30, got 4")
+    assert problem.endswith(
+        "must divide the shared expert's intermediate size of 30, got 4"
+    )
 
 
 def test_old_and_new_forms_of_rope_settings_are_read() -> None:

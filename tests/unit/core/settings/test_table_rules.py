@@ -17,16 +17,40 @@ HOST = "a host is a name or an address, without a port, got "
 TEXT = "input should be one line of text, not empty, got "
 # Setting, value, rule.
 VALUES: list[tuple[str, object, str]] = [
-    ("run.name", "a b", "must be letters, digits and . _ - and begin with a letter or digit, got"),
-    ("run.name", "x" * 101, f"string should have at most 100 characters, got '{'x' * 79}..."),
+    (
+        "run.name",
+        "a b",
+        "must be letters, digits and . _ - and begin with a letter or digit, got",
+    ),
+    (
+        "run.name",
+        "x" * 101,
+        f"string should have at most 100 characters, got '{'x' * 79}...",
+    ),
     ("run.steps", 0, "input should be greater than or equal to 1, got 0"),
     ("run.steps", True, "input should be a number, got true"),
     ("run.steps", 2**31, "input should be at most 2147483647, got 2147483648"),
     ("run.dir", "x" * 300, TOO_LONG),
-    ("run.dir", "~/runs", "input should be a path without ~ or $ in front, got '~/runs'"),
-    ("model.path", "$HOME/m", "input should be a path without ~ or $ in front, got '$HOME/m'"),
-    ("weights.storage_url", "$H/w", "input should be a path without ~ or $ in front, got '$H/w'"),
-    ("model.dtype", "int8", "input should be 'float32', 'bfloat16' or 'float16', got 'int8'"),
+    (
+        "run.dir",
+        "~/runs",
+        "input should be a path without ~ or $ in front, got '~/runs'",
+    ),
+    (
+        "model.path",
+        "$HOME/m",
+        "input should be a path without ~ or $ in front, got '$HOME/m'",
+    ),
+    (
+        "weights.storage_url",
+        "$H/w",
+        "input should be a path without ~ or $ in front, got '$H/w'",
+    ),
+    (
+        "model.dtype",
+        "int8",
+        "input should be 'float32', 'bfloat16' or 'float16', got 'int8'",
+    ),
     ("model.path", "", f"{TEXT}''"),
     ("checkpoint.load", "a\nb", f"{TEXT}'a\\nb'"),
     ("tracking.project", "a\0b", f"{TEXT}'a\\x00b'"),
@@ -37,21 +61,65 @@ VALUES: list[tuple[str, object, str]] = [
     ("algorithm.kl.coefficient", math.inf, "input should be a finite number, got inf"),
     ("queue.kind", "kafka", "input should be 'grpc' or 'redis', got 'kafka'"),
     ("queue.max_bytes", 2**63, f"input should be at most {2**63 - 1}, got {2**63}"),
-    ("controller.stall_timeout_s", 1e10, "input should be 0.001 to 1e+09 seconds, got 1e+10"),
-    ("controller.stall_timeout_s", 0.9, "input should be greater than or equal to 1, got 0.9"),
+    (
+        "controller.stall_timeout_s",
+        1e10,
+        "input should be 0.001 to 1e+09 seconds, got 1e+10",
+    ),
+    (
+        "controller.stall_timeout_s",
+        0.9,
+        "input should be greater than or equal to 1, got 0.9",
+    ),
     ("sampling.temperature", 2.1, "input should be less than or equal to 2, got 2.1"),
     ("sampling.stop", ["a", ""], "string should have at least 1"),
     *(
         ("learner.master", address, f"{ADDRESS}{address!r}")
-        for address in ("a..b:1", "host:70000", "http://h:80", "[::1", "[::1:8", ":1", "a b:1")
+        for address in (
+            "a..b:1",
+            "host:70000",
+            "http://h:80",
+            "[::1",
+            "[::1:8",
+            ":1",
+            "a b:1",
+        )
     ),
-    ("environments", [{"name": "a", "reference": "no-reference"}], "a reference is package.mod"),
-    ("environments", {"name": "a"}, "is a list of tables: write [[environments]] above each in pl"),
-    ("algorithm.loss", "trpo", "input should be ppo, gspo, cispo, sapo, reinforce or module:func"),
-    ("algorithm.loss_args", {"clip_low": 2}, "of loss ppo: input should be less than or equal to "),
-    ("algorithm.loss_args", {"clip_low": True}, "of loss ppo: input should be a number, got true"),
-    ("algorithm.advantage_args", {"lam": 0.9}, "advantage grpo has no argument 'lam'; known: none"),
-    ("algorithm.weight_args", {"bands": 1}, "has no argument 'bands'; known: token_band, sequence"),
+    (
+        "environments",
+        [{"name": "a", "reference": "no-reference"}],
+        "a reference is package.mod",
+    ),
+    (
+        "environments",
+        {"name": "a"},
+        "is a list of tables: write [[environments]] above each in pl",
+    ),
+    (
+        "algorithm.loss",
+        "trpo",
+        "input should be ppo, gspo, cispo, sapo, reinforce or module:func",
+    ),
+    (
+        "algorithm.loss_args",
+        {"clip_low": 2},
+        "of loss ppo: input should be less than or equal to ",
+    ),
+    (
+        "algorithm.loss_args",
+        {"clip_low": True},
+        "of loss ppo: input should be a number, got true",
+    ),
+    (
+        "algorithm.advantage_args",
+        {"lam": 0.9},
+        "advantage grpo has no argument 'lam'; known: none",
+    ),
+    (
+        "algorithm.weight_args",
+        {"bands": 1},
+        "has no argument 'bands'; known: token_band, sequence",
+    ),
     *(
         (
             "algorithm",
@@ -59,17 +127,29 @@ VALUES: list[tuple[str, object, str]] = [
             rule,
         )
         for arguments, rule in (
-            ({"cap": 2.0}, "weight split has no argument 'cap'; known: engine_cap, engine_tok"),
-            ({"engine_sequence_band": [2, 1]}, "engine_sequence_band must be [low, high] with lo"),
+            (
+                {"cap": 2.0},
+                "weight split has no argument 'cap'; known: engine_cap, engine_tok",
+            ),
+            (
+                {"engine_sequence_band": [2, 1]},
+                "engine_sequence_band must be [low, high] with lo",
+            ),
             ({"staleness_token_band": [3, 4]}, "begins at 3, above staleness_cap 2"),
         )
     ),
-    ("algorithm.weight_args", {"sequence_band": [2, 1]}, "must be [low, high] with low < high, go"),
+    (
+        "algorithm.weight_args",
+        {"sequence_band": [2, 1]},
+        "must be [low, high] with low < high, go",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("key", "value", "rule"), VALUES)
-def test_a_value_of_no_use_is_refused_with_its_setting(key: str, value: object, rule: str) -> None:
+def test_a_value_of_no_use_is_refused_with_its_setting(
+    key: str, value: object, rule: str
+) -> None:
     refusal = refusal_of({key: value})
     assert refusal.startswith(key)
     assert rule in refusal
@@ -86,14 +166,19 @@ def test_a_value_of_no_use_is_refused_with_its_setting(key: str, value: object, 
         ("queue.redis_url", "unix:///run/redis.sock"),
         ("queue.redis_url", "rediss://user:password@host:6379/0?ssl_ca_certs=x"),
         ("tracking.trackers", ["tensorboard", "wandb", "mlflow"]),
-        *(("weights.storage_url", url) for url in ("s3://bucket/a", "/mnt/a", "a", "memory://w")),
+        *(
+            ("weights.storage_url", url)
+            for url in ("s3://bucket/a", "/mnt/a", "a", "memory://w")
+        ),
     ],
 )
 def test_unusual_values_that_work_pass(key: str, value: object) -> None:
     config_with({key: value})
 
 
-def test_the_host_of_node_0_is_kept_without_the_brackets_of_addresses_with_ports() -> None:
+def test_the_host_of_node_0_is_kept_without_the_brackets_of_addresses_with_ports() -> (
+    None
+):
     assert config_with({"learner.master": "[::1]:0"}).learner.host == "::1"
 
 
@@ -110,7 +195,10 @@ FP8 = {"rollout_server.quantization": "fp8_per_channel"}
 FP8_LEARNER: Changes = {"learner.fp8": "blockwise"}
 FP8_LEARNER_NEEDS = "learner.fp8 = 'blockwise' needs "
 GAE = {"algorithm.advantage": "gae", "critic.learning_rate": 1e-3}
-SLEEP = {"controller.turns": "sleep", "learner.offload": {"gradients": True, "optimizer": True}}
+SLEEP = {
+    "controller.turns": "sleep",
+    "learner.offload": {"gradients": True, "optimizer": True},
+}
 REPLAY = {"algorithm.router_replay": "rollout"}
 # Images exclude that a cut is replayed.
 NOT_REPLAYED: Changes = {"sampling.max_images": 1, "sampling.top_p": 0.8}
@@ -121,7 +209,9 @@ PRECISE = {
     "learner.optimizer": {"use_precision_aware_optimizer": True},
 }
 FP8_NEEDS = "rollout_server.quantization = 'fp8_per_channel' needs "
-LEARNED_FROM = "the learner needs the log-probabilities of the distribution that was sampled from"
+LEARNED_FROM = (
+    "the learner needs the log-probabilities of the distribution that was sampled from"
+)
 # Settings, beginning of the line.
 TABLES: list[tuple[Changes, str]] = [
     # A layer that drafts.
@@ -129,11 +219,20 @@ TABLES: list[tuple[Changes, str]] = [
         DRAFTS | {"rollout_server.engine": {"speculative_config": NGRAM}},
         "drafts excludes rollout_server.engine.speculative_config",
     ),
-    (DRAFTS | {"learner.world_size": 2, "learner.parallel.pp": 2}, "drafts needs learner.parallel"),
+    (
+        DRAFTS | {"learner.world_size": 2, "learner.parallel.pp": 2},
+        "drafts needs learner.parallel",
+    ),
     (DRAFTS | {"lora.rank": 8}, "drafts needs lora.rank = 0"),
     (DRAFTS | {"sampling.max_images": 1}, "drafts needs sampling.max_images = 0"),
-    (DRAFTS | {"algorithm.router_replay": "rollout"}, "algorithm.router_replay excludes rollout_"),
-    (DRAFTS | {"algorithm.agreement": "bits"}, "algorithm.agreement = 'bits' excludes drafts: sev"),
+    (
+        DRAFTS | {"algorithm.router_replay": "rollout"},
+        "algorithm.router_replay excludes rollout_",
+    ),
+    (
+        DRAFTS | {"algorithm.agreement": "bits"},
+        "algorithm.agreement = 'bits' excludes drafts: sev",
+    ),
     ({"drafts.tokens": 9}, "drafts.tokens: input should be less than or equal to 8"),
     # A part of the vocabulary that is not replayed.
     (
@@ -154,7 +253,9 @@ TABLES: list[tuple[Changes, str]] = [
         )
         for name, reader in {
             "algorithm.weight = 'sequence'": {"algorithm.weight": "sequence"},
-            "algorithm.weight_args.token_band": {"algorithm.weight_args.token_band": [0.5, 2.0]},
+            "algorithm.weight_args.token_band": {
+                "algorithm.weight_args.token_band": [0.5, 2.0]
+            },
             "algorithm.weight_args.sequence_band": {
                 "algorithm.weight_args.sequence_band": [0.5, 2.0]
             },
@@ -176,21 +277,48 @@ TABLES: list[tuple[Changes, str]] = [
         "reference.server excludes sampling.top_p = 0.8: it gives log-probabilities over all tok",
     ),
     # Sizes that must fit each other.
-    ({"algorithm.mini_batches": 3}, "algorithm.groups_per_step must be a multiple of mini_batches"),
-    ({"sampling.max_prompt_tokens": 16}, "sampling.max_prompt_tokens must be below max_episode_t"),
-    ({"sampling.max_total_tokens": 15}, "sampling.max_total_tokens must be 0 or at least max_ep"),
+    (
+        {"algorithm.mini_batches": 3},
+        "algorithm.groups_per_step must be a multiple of mini_batches",
+    ),
+    (
+        {"sampling.max_prompt_tokens": 16},
+        "sampling.max_prompt_tokens must be below max_episode_t",
+    ),
+    (
+        {"sampling.max_total_tokens": 15},
+        "sampling.max_total_tokens must be 0 or at least max_ep",
+    ),
     (
         {"queue.max_bytes": 4 * (2048 + 24 * 16) - 1},
         "queue.max_bytes must hold a batch, groups_per_step * group_size trajectories of 2432 "
         "bytes, 9728 bytes, got 9727",
     ),
-    (played(name="held") | evaluated(), "environments and evaluations need different names, got h"),
+    (
+        played(name="held") | evaluated(),
+        "environments and evaluations need different names, got h",
+    ),
     # Evaluations and profiles.
-    (evaluated(num_episodes=9, samples_per_task=2), "evaluations.0: num_episodes must be a multip"),
-    (evaluated(samples_per_task=2, temperature=0), "evaluations.0: samples_per_task of 2 needs a "),
-    (evaluated(temperature=0.005), "evaluations.0: temperature must be 0 or at least 0.01, got 0"),
-    (evaluated(max_reply_tokens=16), "sampling.max_episode_tokens must leave room for a prompt be"),
-    ({"debug.profile": {"start_step": 11}}, "debug.profile.start_step must be at most run.steps"),
+    (
+        evaluated(num_episodes=9, samples_per_task=2),
+        "evaluations.0: num_episodes must be a multip",
+    ),
+    (
+        evaluated(samples_per_task=2, temperature=0),
+        "evaluations.0: samples_per_task of 2 needs a ",
+    ),
+    (
+        evaluated(temperature=0.005),
+        "evaluations.0: temperature must be 0 or at least 0.01, got 0",
+    ),
+    (
+        evaluated(max_reply_tokens=16),
+        "sampling.max_episode_tokens must leave room for a prompt be",
+    ),
+    (
+        {"debug.profile": {"start_step": 11}},
+        "debug.profile.start_step must be at most run.steps",
+    ),
     # A shared GPU and weights in storage.
     *(
         (
@@ -199,12 +327,24 @@ TABLES: list[tuple[Changes, str]] = [
         )
         for turns in ("pause", "sleep")
     ),
-    (STORED | {"weights.transport": "nccl"}, 'weights.transport must be "auto" with weights.stora'),
+    (
+        STORED | {"weights.transport": "nccl"},
+        'weights.transport must be "auto" with weights.stora',
+    ),
     # Precision.
-    (FP8 | {"model.dtype": "float32"}, f"{FP8_NEEDS}model.dtype = 'bfloat16', got 'float32'"),
-    (FP8 | {"lora": {"rank": 8, "publish": "adapters"}}, f"{FP8_NEEDS}lora.publish = 'merged', go"),
+    (
+        FP8 | {"model.dtype": "float32"},
+        f"{FP8_NEEDS}model.dtype = 'bfloat16', got 'float32'",
+    ),
+    (
+        FP8 | {"lora": {"rank": 8, "publish": "adapters"}},
+        f"{FP8_NEEDS}lora.publish = 'merged', go",
+    ),
     *(
-        (server | {"algorithm.weight": "none"}, "engines in FP8 sample with other probabilities")
+        (
+            server | {"algorithm.weight": "none"},
+            "engines in FP8 sample with other probabilities",
+        )
         for server in (FP8, {"rollout_server.engine": {"kv_cache_dtype": "FP8_e4m3"}})
     ),
     *(
@@ -214,10 +354,22 @@ TABLES: list[tuple[Changes, str]] = [
         )
         for learner in (FP8_LEARNER, {"learner.transformer": {"fp8": "e4m3"}})
     ),
-    (FP8_LEARNER | {"algorithm.agreement": "bits"}, "algorithm.agreement must be 'close' with a l"),
-    (FP8_LEARNER | {"model.dtype": "float32"}, f"{FP8_LEARNER_NEEDS}model.dtype = 'bfloat16', got"),
-    (FP8_LEARNER | {"lora.rank": 8}, f"{FP8_LEARNER_NEEDS}lora.rank = 0, since adapters were not"),
-    (FP8_LEARNER | DRAFTS, f"{FP8_LEARNER_NEEDS}no table drafts, since a layer that drafts was"),
+    (
+        FP8_LEARNER | {"algorithm.agreement": "bits"},
+        "algorithm.agreement must be 'close' with a l",
+    ),
+    (
+        FP8_LEARNER | {"model.dtype": "float32"},
+        f"{FP8_LEARNER_NEEDS}model.dtype = 'bfloat16', got",
+    ),
+    (
+        FP8_LEARNER | {"lora.rank": 8},
+        f"{FP8_LEARNER_NEEDS}lora.rank = 0, since adapters were not",
+    ),
+    (
+        FP8_LEARNER | DRAFTS,
+        f"{FP8_LEARNER_NEEDS}no table drafts, since a layer that drafts was",
+    ),
     (
         FP8_LEARNER | {"learner.transformer": {"fp8_recipe": "delayed"}},
         f"{FP8_LEARNER_NEEDS}no learner.transformer.fp8_recipe, got 'delayed'",
@@ -257,13 +409,28 @@ TABLES: list[tuple[Changes, str]] = [
         for name in ("rejection_sample_method", "rejection-sample-method")
         for method in ("synthetic", "a newer one")
     ),
-    ({"rollout_server.engine": {"spec_method": "ngram"}}, "rollout_server.engine.spec_method cann"),
+    (
+        {"rollout_server.engine": {"spec_method": "ngram"}},
+        "rollout_server.engine.spec_method cann",
+    ),
     # Adapters.
-    (played() | {"lora": NAMED}, "a: adapter must be one of lora.adapters (code, math), got none"),
-    (evaluated(adapter="prose") | {"lora": NAMED}, "held: adapter must be one of lora.adapters (c"),
-    (played(adapter="math"), "a: adapter must be left out without lora.adapters, got 'math'"),
+    (
+        played() | {"lora": NAMED},
+        "a: adapter must be one of lora.adapters (code, math), got none",
+    ),
+    (
+        evaluated(adapter="prose") | {"lora": NAMED},
+        "held: adapter must be one of lora.adapters (c",
+    ),
+    (
+        played(adapter="math"),
+        "a: adapter must be left out without lora.adapters, got 'math'",
+    ),
     *(
-        (changes | {"lora": NAMED}, f"lora.adapters must be empty with {what}, got code, math")
+        (
+            changes | {"lora": NAMED},
+            f"lora.adapters must be empty with {what}, got code, math",
+        )
         for what, changes in (
             ("use_precision_aware_optimizer", PRECISE),
             (
@@ -288,13 +455,19 @@ TABLES: list[tuple[Changes, str]] = [
             ("speculative_config", NGRAM, "excludes rollout_server.engine"),
         )
     ),
-    (REPLAY | {"sampling.stop": ["x"]}, "algorithm.router_replay needs sampling.stop = []"),
+    (
+        REPLAY | {"sampling.stop": ["x"]},
+        "algorithm.router_replay needs sampling.stop = []",
+    ),
     *(
         (REPLAY | {"learner.transformer": {name: True}}, f"learner.transformer.{name} ")
         for name in ("moe_router_fusion", "enable_cuda_graph")
     ),
     # The algorithm.
-    (GAE | {"critic.warmup_steps": 10}, "critic.warmup_steps must be below run.steps, or the pol"),
+    (
+        GAE | {"critic.warmup_steps": 10},
+        "critic.warmup_steps must be below run.steps, or the pol",
+    ),
     *refusals("""
 # Stages of an engine.
 rollout_server = {pipeline_parallel_size = 2}, algorithm.router_replay = "rollout"
@@ -397,7 +570,9 @@ algorithm.reward = "overlong", algorithm.reward_args.cache_tokens = 17
 
 
 @pytest.mark.parametrize(("changes", "line"), TABLES)
-def test_settings_that_do_not_go_together_are_refused(changes: Changes, line: str) -> None:
+def test_settings_that_do_not_go_together_are_refused(
+    changes: Changes, line: str
+) -> None:
     assert refusal_of(changes).startswith(line)
 
 
@@ -446,10 +621,17 @@ def test_a_url_with_credentials_is_refused_and_not_shown(url: str) -> None:
         {"algorithm.advantage": "rloo", "algorithm.loss": "reinforce"},
         {"algorithm.advantage": "reinforce_pp", "algorithm.group_size": 1},
         {"algorithm.advantage": "reinforce_pp_baseline"},
-        {"algorithm.loss": "gspo", "algorithm.loss_args": {"clip_low": 3e-4, "clip_high": 4e-4}},
+        {
+            "algorithm.loss": "gspo",
+            "algorithm.loss_args": {"clip_low": 3e-4, "clip_high": 4e-4},
+        },
         {
             "algorithm.loss": "cispo",
-            "algorithm.loss_args": {"clip_low": 1.0, "clip_high": 3.0, "ratio": "behavior"},
+            "algorithm.loss_args": {
+                "clip_low": 1.0,
+                "clip_high": 3.0,
+                "ratio": "behavior",
+            },
             "algorithm.weight": "none",
         },
         {"algorithm.loss": "sapo", "algorithm.aggregation": "sequence_mean"},
@@ -460,13 +642,20 @@ def test_settings_that_go_together_come_back_from_their_dump(changes: Changes) -
     """A run's own config.toml names every setting and can be loaded again."""
 
     config = config_with(changes)
-    assert parse_config(tomllib.loads(dump_config(config)), source="config.toml") == config
+    assert (
+        parse_config(tomllib.loads(dump_config(config)), source="config.toml") == config
+    )
 
 
 def test_a_probe_allows_for_the_rounding_of_fp8() -> None:
     caches = ("fp8", "int4_per_token_head", "nvfp4", "turboquant_3bit_nc")
     cached = [{"rollout_server.engine": {"kv_cache_dtype": name}} for name in caches]
-    for settings in (FP8, FP8_LEARNER, {"learner.transformer": {"fp8": "e4m3"}}, *cached):
+    for settings in (
+        FP8,
+        FP8_LEARNER,
+        {"learner.transformer": {"fp8": "e4m3"}},
+        *cached,
+    ):
         assert config_with(settings).probe_tolerance == 0.5
     assert config_with().probe_tolerance == 0.16
 
@@ -489,7 +678,9 @@ def test_engines_that_give_their_memory_back_keep_none_for_arriving_weights() ->
         ({"weight": "none", "loss_args": {"ratio": "behavior"}}, "have no gradient"),
     ],
 )
-def test_stale_tokens_without_a_correction_are_warned_of(changes: Changes, words: str) -> None:
+def test_stale_tokens_without_a_correction_are_warned_of(
+    changes: Changes, words: str
+) -> None:
     settings = AlgorithmSection.model_validate({"max_staleness": 3} | changes)
     warning = settings.staleness_warning(is_cut=False)
     assert (warning is None) == (not words)
@@ -504,19 +695,27 @@ def test_where_no_weight_is_right_the_warning_about_stale_tokens_advises_none() 
     assert warning.endswith("biases the gradient; set algorithm.weight")
     replayed = settings | {"sampling.top_p": 0.8}
     assert config_with(replayed).training_warnings == [warning]
-    (cut_warning,) = config_with(replayed | {"sampling.max_images": 1}).training_warnings
+    (cut_warning,) = config_with(
+        replayed | {"sampling.max_images": 1}
+    ).training_warnings
     assert cut_warning.endswith(
         "; set it to 0, or sample from the whole vocabulary and set algorithm.weight"
     )
 
 
 def test_a_penalty_that_trains_groups_of_equal_rewards_is_warned_of() -> None:
-    penalty = {"algorithm.reward": "overlong", "algorithm.reward_args": {"cache_tokens": 2}}
+    penalty = {
+        "algorithm.reward": "overlong",
+        "algorithm.reward_args": {"cache_tokens": 2},
+    }
     (warning,) = config_with(penalty).training_warnings
     assert (
-        "are trained by their lengths alone; filter = 'unequal_rewards' leaves them out" in warning
+        "are trained by their lengths alone; filter = 'unequal_rewards' leaves them out"
+        in warning
     )
-    assert not config_with(penalty | {"algorithm.filter": "unequal_rewards"}).training_warnings
+    assert not config_with(
+        penalty | {"algorithm.filter": "unequal_rewards"}
+    ).training_warnings
 
 
 def test_a_client_s_own_loop_exports_no_folders_by_itself() -> None:
@@ -551,5 +750,9 @@ def test_stages_of_engines_are_neither_quantized_nor_put_to_sleep() -> None:
     start = "rollout_server.pipeline_parallel_size = 2 needs "
     assert config_with(quantized)
     assert config_with(asleep)
-    assert refusal_of(STAGES | quantized).startswith(f"{start}rollout_server.quantization = 'off'")
-    assert refusal_of(STAGES | asleep).startswith(f"{start}controller.turns other than 'sleep'")
+    assert refusal_of(STAGES | quantized).startswith(
+        f"{start}rollout_server.quantization = 'off'"
+    )
+    assert refusal_of(STAGES | asleep).startswith(
+        f"{start}controller.turns other than 'sleep'"
+    )

@@ -3,7 +3,12 @@
 from typing import Any
 
 import pytest
-from slipstream.core.settings.parallel_rules import OFF, UNTRIED, comes_from_model, policy_problems
+from slipstream.core.settings.parallel_rules import (
+    OFF,
+    UNTRIED,
+    comes_from_model,
+    policy_problems,
+)
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
@@ -13,13 +18,31 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"attention_dropout": 0.1}, "attention_dropout must be left out, got 0.1"),
     ({"moe_router_load_balancing_type": "sinkhorn"}, "must not be sinkhorn"),
-    ({"moe_router_load_balancing_type": "quantile_balancing"}, "must not be quantile_balancing"),
-    ({"mtp_detach_heads": True}, "got True: nobody has shown that packed sequences are trained"),
-    ({"moe_router_load_balancing_type": "global_aux_loss"}, "must not be global_aux_loss"),
-    ({"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "must not be sinkhorn"),
-    ({"softmax_scale": 0.5}, "softmax_scale cannot be set, got 0.5: config.json decides it"),
+    (
+        {"moe_router_load_balancing_type": "quantile_balancing"},
+        "must not be quantile_balancing",
+    ),
+    (
+        {"mtp_detach_heads": True},
+        "got True: nobody has shown that packed sequences are trained",
+    ),
+    (
+        {"moe_router_load_balancing_type": "global_aux_loss"},
+        "must not be global_aux_loss",
+    ),
+    (
+        {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+        "must not be sinkhorn",
+    ),
+    (
+        {"softmax_scale": 0.5},
+        "softmax_scale cannot be set, got 0.5: config.json decides it",
+    ),
     ({"window_size": [128, 0]}, "window_size cannot be set, got [128, 0]"),
-    ({"yarn_mscale": 1.0}, "yarn_mscale cannot be set, got 1.0: config.json decides it"),
+    (
+        {"yarn_mscale": 1.0},
+        "yarn_mscale cannot be set, got 1.0: config.json decides it",
+    ),
     ({"add_qkv_bias": False}, "add_qkv_bias cannot be set, got False"),
 ]
 
@@ -32,7 +55,10 @@ def test_another_model_than_rollout_servers_sample_from_is_refused(table, messag
 
 def test_what_is_switched_off_and_what_is_only_a_loss_is_not_refused() -> None:
     off = {"attention_dropout": 0.0, "moe_router_force_load_balancing": False}
-    losses = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "seq_aux_loss"}
+    losses = {
+        "moe_aux_loss_coeff": 0.01,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+    }
     assert list(policy_problems(off | losses | {"recompute_granularity": "full"})) == []
 
 

@@ -25,7 +25,11 @@ def blocks(language: str) -> list[str]:
 def entries() -> list[dict]:
     tables = [tomllib.loads(text) for text in blocks("toml")]
     shown = [
-        e for table in tables for part in table.values() if isinstance(part, list) for e in part
+        e
+        for table in tables
+        for part in table.values()
+        if isinstance(part, list)
+        for e in part
     ]
     return [entry for entry in shown if entry["reference"] == GAME]
 
@@ -48,21 +52,32 @@ def test_a_game_of_gymnasium_is_played_by_named_actions() -> None:
     assert message.content.endswith("[S]FFF\nFHFH\nFFFH\nHFFG")
     illegal = game.step("up to you, leftward")
     assert (illegal.reward, illegal.done) == (0.0, False)
-    assert game.step("jump").messages[0].content == "Reply with one of: left, down, right, up."
+    assert (
+        game.step("jump").messages[0].content
+        == "Reply with one of: left, down, right, up."
+    )
 
     def judged(word: str) -> tuple[float, bool, int]:
         """What a worker tells of a step, which it refuses where nobody would read a message."""
         answer = verdict(game.step(word), gives=False)
         return answer.reward, answer.done, len(answer.messages)
 
-    played = [judged(word) for word in ("down", "down", "right", "right", "down", "right")]
+    played = [
+        judged(word) for word in ("down", "down", "right", "right", "down", "right")
+    ]
     assert played == [(0.0, False, 1)] * 5 + [(1.0, True, 0)]
     game.reset(0)
-    assert [judged("no") for _ in range(3)] == [(-1.0, False, 1)] * 2 + [(-1.0, True, 0)]
+    assert [judged("no") for _ in range(3)] == [(-1.0, False, 1)] * 2 + [
+        (-1.0, True, 0)
+    ]
     game.close()
 
 
 def test_each_action_of_a_game_has_a_name() -> None:
     pytest.importorskip("gymnasium")
-    with pytest.raises(EnvironmentFailed, match="FrozenLake-v1 has 4 actions, and 1 have a name"):
-        load_environment(GAME, json.dumps({"id": "FrozenLake-v1", "actions": ["up"]}), "")
+    with pytest.raises(
+        EnvironmentFailed, match="FrozenLake-v1 has 4 actions, and 1 have a name"
+    ):
+        load_environment(
+            GAME, json.dumps({"id": "FrozenLake-v1", "actions": ["up"]}), ""
+        )

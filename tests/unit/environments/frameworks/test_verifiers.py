@@ -16,7 +16,9 @@ from slipstream.environments.frameworks.verifiers import (
 )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("verifiers") is not None, reason="verifiers is here")
+@pytest.mark.skipif(
+    importlib.util.find_spec("verifiers") is not None, reason="verifiers is here"
+)
 def test_without_verifiers_one_line_says_where_to_install_it() -> None:
     with pytest.raises(ConfigError) as caught:
         Verifiers("gsm8k-v1")
@@ -28,7 +30,9 @@ def test_without_verifiers_one_line_says_where_to_install_it() -> None:
 
 def test_a_package_of_the_package_that_is_missing_is_named(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "verifiers", ModuleType("verifiers"))
-    with pytest.raises(ConfigError, match="^the package 'verifiers' needs 'verifiers.v1', which"):
+    with pytest.raises(
+        ConfigError, match="^the package 'verifiers' needs 'verifiers.v1', which"
+    ):
         Verifiers("gsm8k-v1")
 
 
@@ -51,12 +55,16 @@ class Env:
             self.ends += 1
 
 
-def test_what_episodes_share_starts_once_again_after_a_failure_and_ends_with_the_loop() -> None:
+def test_what_episodes_share_starts_once_again_after_a_failure_and_ends_with_the_loop() -> (
+    None
+):
     env = Env()
 
     async def episodes() -> None:
         serving = Serving(env)
-        failed = await asyncio.gather(serving.begin(), serving.begin(), return_exceptions=True)
+        failed = await asyncio.gather(
+            serving.begin(), serving.begin(), return_exceptions=True
+        )
         assert [str(error) for error in failed] == ["no port is free"] * 2
         await asyncio.gather(serving.begin(), serving.begin())
         await serving.begin()
@@ -89,7 +97,9 @@ def trace(agent: str, reward: float, *, trained: bool = True) -> SimpleNamespace
 def test_several_trained_agents_have_each_its_own_reward(traces, reward, rewards):
     outcome = outcome_of(traces)
     assert (outcome.reward, outcome.rewards) == (reward, rewards)
-    assert outcome.shares == {t.agent.name: 0.0 for t in traces if not t.agent.trainable}
+    assert outcome.shares == {
+        t.agent.name: 0.0 for t in traces if not t.agent.trainable
+    }
 
 
 class Task:
@@ -188,4 +198,6 @@ def test_a_runtime_has_files_of_its_own_for_each_episode(runtime, refusal: str) 
     with pytest.raises(ConfigError) as caught:
         _check_runtime("harbor", "solver", runtime)
     assert refusal in str(caught.value)
-    assert 'set env = { solver = { runtime = { type = "docker" } } }' in str(caught.value)
+    assert 'set env = { solver = { runtime = { type = "docker" } } }' in str(
+        caught.value
+    )

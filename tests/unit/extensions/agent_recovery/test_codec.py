@@ -81,7 +81,9 @@ def plain(value: object) -> object:
             )
             for field in dataclasses.fields(value)
         }
-        return {name: plain(part) for name, part in fields.items() if name not in NOT_KEPT}
+        return {
+            name: plain(part) for name, part in fields.items() if name not in NOT_KEPT
+        }
     return value
 
 
@@ -108,7 +110,9 @@ def test_every_field_comes_back(dtype: type) -> None:
     assert len(message.compressed_body) < len(record.body) / 10
 
 
-def test_a_record_of_a_plain_engine_comes_back_without_experts_and_kept_tokens() -> None:
+def test_a_record_of_a_plain_engine_comes_back_without_experts_and_kept_tokens() -> (
+    None
+):
     record = full()
     generation = dataclasses.replace(
         record.generation,
@@ -134,7 +138,9 @@ def test_parts_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
             record_from_pb(message)
     message = record_to_pb(full())
     message.version_spans[0].length = 2
-    with pytest.raises(ProtocolError, match="3 tokens has 3 log-probabilities and spans of 4"):
+    with pytest.raises(
+        ProtocolError, match="3 tokens has 3 log-probabilities and spans of 4"
+    ):
         record_from_pb(message)
     message = record_to_pb(full())
     message.routed_experts.top_k = 5

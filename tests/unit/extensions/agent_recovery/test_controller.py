@@ -44,7 +44,9 @@ class Scene:
     records: RemoteCallRecords
     stub: calls_pb2_grpc.CallRecordServiceStub
 
-    def name(self, holder: ServerKey = FIRST, *, attempt: int = 0, member: int = 0) -> EpisodeName:
+    def name(
+        self, holder: ServerKey = FIRST, *, attempt: int = 0, member: int = 0
+    ) -> EpisodeName:
         return EpisodeName(
             self.group.group_id,
             member,
@@ -121,7 +123,9 @@ async def scene(tmp_path: Path) -> AsyncIterator[Scene]:
     await server.stop(None)
 
 
-async def test_calls_come_back_to_the_next_attempt_and_to_the_next_holder(scene: Scene) -> None:
+async def test_calls_come_back_to_the_next_attempt_and_to_the_next_holder(
+    scene: Scene,
+) -> None:
     await scene.records.keep(
         scene.name(),
         1,
@@ -171,7 +175,9 @@ async def test_an_attempt_that_failed_by_itself_leaves_no_calls(scene: Scene) ->
     assert await scene.kept(scene.name(attempt=2)) == []
 
 
-async def test_a_server_without_the_lease_keeps_nothing_and_gets_nothing(scene: Scene) -> None:
+async def test_a_server_without_the_lease_keeps_nothing_and_gets_nothing(
+    scene: Scene,
+) -> None:
     await scene.records.keep(
         scene.name(),
         1,
@@ -229,7 +235,10 @@ async def test_an_evaluation_keeps_nothing(scene: Scene) -> None:
     [
         (PolicyVersion(0, 3), "version 3 sampled one, the newest is"),
         (PolicyVersion(1, 1), "version 1 sampled one, the newest is"),
-        (PolicyVersion(0, 0), "version 0 sampled one, step 4 may train the group, and max"),
+        (
+            PolicyVersion(0, 0),
+            "version 0 sampled one, step 4 may train the group, and max",
+        ),
     ],
 )
 async def test_tokens_that_no_trajectory_may_have_make_the_episode_begin_anew(
@@ -254,7 +263,9 @@ async def test_tokens_that_no_trajectory_may_have_make_the_episode_begin_anew(
         late,
     )
     assert await scene.kept(scene.name(attempt=1)) == []
-    (event,) = [record.message for record in caplog.records if "begins anew" in record.message]
+    (event,) = [
+        record.message for record in caplog.records if "begins anew" in record.message
+    ]
     assert "without its 2 kept calls" in event
     assert cause in event
     assert await scene.kept(scene.name(attempt=2)) == []
@@ -282,7 +293,9 @@ async def test_calls_of_episodes_that_are_over_are_removed(
     task.cancel()
 
 
-async def test_a_run_that_goes_on_keeps_the_calls_and_a_finished_one_does_not(scene: Scene) -> None:
+async def test_a_run_that_goes_on_keeps_the_calls_and_a_finished_one_does_not(
+    scene: Scene,
+) -> None:
     await scene.records.keep(
         scene.name(),
         1,

@@ -17,7 +17,9 @@ def test_the_setting_alone_switches_it_on() -> None:
 
 
 def test_a_clients_own_loop_has_no_episodes_to_recover() -> None:
-    with pytest.raises(ConfigError, match="agents.recover has no effect with controller"):
+    with pytest.raises(
+        ConfigError, match="agents.recover has no effect with controller"
+    ):
         small_config(
             controller={"client_loop": True},
             agents={"recover": True},

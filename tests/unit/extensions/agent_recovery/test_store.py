@@ -23,7 +23,9 @@ def numbers_by_member(files: CallStore) -> list[list[int]]:
     ]
 
 
-def test_calls_of_all_attempts_come_back_once_and_in_their_order(tmp_path: Path) -> None:
+def test_calls_of_all_attempts_come_back_once_and_in_their_order(
+    tmp_path: Path,
+) -> None:
     files = CallStore(tmp_path / "calls")
     assert numbers(files) == []
     second_attempt = call(1, attempt=1)
@@ -101,7 +103,9 @@ def test_every_damage_leaves_the_calls_before_it(tmp_path: Path) -> None:
         )
 
 
-def test_an_episode_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_episode_has_a_largest_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files = CallStore(tmp_path)
     monkeypatch.setattr(
         store,

@@ -134,7 +134,9 @@ def test_environments_without_a_weight_are_trained_as_without_the_table() -> Non
 
 
 @pytest.mark.parametrize("own", ["rloo", "reinforce_pp", "score"])
-def test_an_estimator_of_its_own_takes_the_episodes_of_its_environment_alone(own: str) -> None:
+def test_an_estimator_of_its_own_takes_the_episodes_of_its_environment_alone(
+    own: str,
+) -> None:
     batch = mixed_batch()
     run = {"advantage": "reinforce_pp_baseline"}
     run_alone = config_of(run)
@@ -176,7 +178,9 @@ def test_a_divergence_in_the_reward_costs_an_environment_by_its_own_factor(
         score = trajectory.reward - factor * 0.1 * place * trajectory.num_sampled_tokens
         sequence = sequences[place]
         assert sequence.kl_coefficients is None
-        assert sequence.advantages[sequence.loss_mask] == pytest.approx(score, rel=1e-5, abs=1e-6)
+        assert sequence.advantages[sequence.loss_mask] == pytest.approx(
+            score, rel=1e-5, abs=1e-6
+        )
 
 
 @pytest.mark.parametrize("run_loss", ["ppo", "deploy.algorithms.top_entropy:loss"])
@@ -325,7 +329,10 @@ def test_a_loss_that_leaves_the_lag_uncorrected_is_told() -> None:
     behavior = {"loss": "ppo", "loss_args": {"ratio": "behavior"}, "weight": "none"}
     finding = check_staleness(Scene(config_of(behavior, b={"loss": "reinforce"})))
     assert finding is not None
-    assert "environments.b: algorithm.max_staleness is 2 without a correction" in finding.seen
+    assert (
+        "environments.b: algorithm.max_staleness is 2 without a correction"
+        in finding.seen
+    )
     without_loss = config_of(behavior, b={"loss_weight": 2.0})
     assert check_staleness(Scene(without_loss)) is None
     corrected = config_of({}, b={"loss": "reinforce"})
@@ -354,13 +361,29 @@ PLACE = r"extensions\.by_environment\.environments\.b"
 @pytest.mark.parametrize(
     ("algorithm", "entry", "cause"),
     [
-        ({}, {}, f"{PLACE} must name what differs for the environment, got an empty table"),
+        (
+            {},
+            {},
+            f"{PLACE} must name what differs for the environment, got an empty table",
+        ),
         ({}, {"loss_weight": 0.0}, f"{PLACE}.loss_weight: .* greater than 0, got 0.0"),
-        ({}, {"loss_weight": float("inf")}, f"{PLACE}.loss_weight: .* finite number, got inf"),
+        (
+            {},
+            {"loss_weight": float("inf")},
+            f"{PLACE}.loss_weight: .* finite number, got inf",
+        ),
         ({}, {"temperature": 0.0}, f"{PLACE}.temperature: .* got 0.0"),
         ({}, {"temperature": 2.5}, f"{PLACE}.temperature: .* got 2.5"),
-        ({"agreement": "bits"}, {"temperature": 0.9}, f"{PLACE}.temperature must be 1 with alg"),
-        ({}, {"kl_coefficient": 0.1}, f"{PLACE}.kl_coefficient needs algorithm.kl.coefficient > 0"),
+        (
+            {"agreement": "bits"},
+            {"temperature": 0.9},
+            f"{PLACE}.temperature must be 1 with alg",
+        ),
+        (
+            {},
+            {"kl_coefficient": 0.1},
+            f"{PLACE}.kl_coefficient needs algorithm.kl.coefficient > 0",
+        ),
         (
             {"kl": {"coefficient": 0.1}},
             {"kl_coefficient": -1.0},
@@ -371,22 +394,62 @@ PLACE = r"extensions\.by_environment\.environments\.b"
             {"kl_coefficient": 0.0},
             f"{PLACE}: advantage = 'none' trains no reward",
         ),
-        ({}, {"weight": 2.0}, f"{PLACE}.weight: Extra inputs are not permitted, got 2.0"),
+        (
+            {},
+            {"weight": 2.0},
+            f"{PLACE}.weight: Extra inputs are not permitted, got 2.0",
+        ),
         ({}, {"advantage": "grop"}, f"{PLACE}: .*, got 'grop'"),
-        ({}, {"advantage": OWN}, f"{PLACE}.advantage must be a built-in estimator, got '{OWN}'"),
-        ({"advantage": OWN}, {"advantage_args": {"x": 1}}, f"must be a built-in .* got '{OWN}'"),
+        (
+            {},
+            {"advantage": OWN},
+            f"{PLACE}.advantage must be a built-in estimator, got '{OWN}'",
+        ),
+        (
+            {"advantage": OWN},
+            {"advantage_args": {"x": 1}},
+            f"must be a built-in .* got '{OWN}'",
+        ),
         ({}, {"advantage": "gae"}, f"{PLACE}.advantage = 'gae' needs a critic"),
-        ({"group_size": 1, "advantage": "score"}, {"advantage": "grpo"}, "group_size must be >= 2"),
-        ({"filter": "unequal_rewards"}, {"advantage": "score"}, "filter must be 'none'"),
+        (
+            {"group_size": 1, "advantage": "score"},
+            {"advantage": "grpo"},
+            "group_size must be >= 2",
+        ),
+        (
+            {"filter": "unequal_rewards"},
+            {"advantage": "score"},
+            "filter must be 'none'",
+        ),
         ({}, {"advantage_args": {"gamma": 1.0}}, f"{PLACE}: .*gamma"),
         ({}, {"group_size": 1}, f"{PLACE}: .* group_size must be >= 2, got 1"),
         ({}, {"group_size": 0}, f"{PLACE}.group_size: .* greater than .*, got 0"),
         ({}, {"loss": "pop"}, f"{PLACE}: .*, got 'pop'"),
-        ({}, {"loss_args": {"clip_low": 2.0}}, f"{PLACE}: clip_low of loss ppo: .* got 2.0"),
-        ({}, {"loss": "reinforce", "loss_args": {"ratio": "behavior"}}, f"{PLACE}: .*'ratio'"),
-        ({}, {"loss_args": {"ratio": "behavior"}}, f"{PLACE}: .* weight must be 'none'"),
-        ({}, {"loss": OWN_LOSS}, f"{PLACE}.loss must be a built-in loss, got '{OWN_LOSS}'"),
-        ({"loss": OWN_LOSS}, {"loss_args": {"x": 1}}, f"must be a built-in loss, got '{OWN_LOSS}'"),
+        (
+            {},
+            {"loss_args": {"clip_low": 2.0}},
+            f"{PLACE}: clip_low of loss ppo: .* got 2.0",
+        ),
+        (
+            {},
+            {"loss": "reinforce", "loss_args": {"ratio": "behavior"}},
+            f"{PLACE}: .*'ratio'",
+        ),
+        (
+            {},
+            {"loss_args": {"ratio": "behavior"}},
+            f"{PLACE}: .* weight must be 'none'",
+        ),
+        (
+            {},
+            {"loss": OWN_LOSS},
+            f"{PLACE}.loss must be a built-in loss, got '{OWN_LOSS}'",
+        ),
+        (
+            {"loss": OWN_LOSS},
+            {"loss_args": {"x": 1}},
+            f"must be a built-in loss, got '{OWN_LOSS}'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_line_that_names_it(
@@ -401,13 +464,17 @@ def test_a_temperature_that_others_do_not_know_is_refused() -> None:
     entries = {"b": {"temperature": 0.9}}
     extensions = {"by_environment": {"environments": entries}}
     server = {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"}
-    with pytest.raises(ConfigError, match="temperature must be 1 with reference.server"):
+    with pytest.raises(
+        ConfigError, match="temperature must be 1 with reference.server"
+    ):
         small_config(
             algorithm={"kl": {"coefficient": 0.1}},
             reference={"server": server},
             extensions=extensions,
         )
-    with pytest.raises(ConfigError, match="must be sampling.temperature = 1 with drafts, whose"):
+    with pytest.raises(
+        ConfigError, match="must be sampling.temperature = 1 with drafts, whose"
+    ):
         small_config(drafts={"tokens": 2}, extensions=extensions)
 
 
@@ -436,7 +503,9 @@ def test_other_tables_that_exclude_it_are_named(tables: Values, cause: str) -> N
         )
 
 
-def test_a_replay_may_change_how_recorded_batches_are_trained_and_nothing_else() -> None:
+def test_a_replay_may_change_how_recorded_batches_are_trained_and_nothing_else() -> (
+    None
+):
     start = "extensions.by_environment.environments.b"
     allowed = [
         f"{start}.loss_weight=2.0",

@@ -30,14 +30,19 @@ def weights(config: Config) -> Path:
     own = config.model.path / FOLDER
     shape.write_folder(own, "bfloat16")
     random = torch.Generator().manual_seed(5)
-    tensors = {name: torch.randn(size, generator=random) for name, size in shape.tensors()}
+    tensors = {
+        name: torch.randn(size, generator=random) for name, size in shape.tensors()
+    }
     save_file(
-        {name: tensor.bfloat16() for name, tensor in tensors.items()}, own / "model.safetensors"
+        {name: tensor.bfloat16() for name, tensor in tensors.items()},
+        own / "model.safetensors",
     )
     return own / "model.safetensors"
 
 
-def test_the_layer_begins_as_in_the_models_folder(config: Config, weights: Path) -> None:
+def test_the_layer_begins_as_in_the_models_folder(
+    config: Config, weights: Path
+) -> None:
     layer = DraftLayer.beside(config, CPU, load_weights=True)
     for name, value in load_file(weights).items():
         assert torch.equal(layer.named()[name], value.float()), name
@@ -59,14 +64,18 @@ def test_a_layer_of_other_sizes_is_refused(
 ) -> None:
     path = weights.with_name("config.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    with pytest.raises(ConfigError, match=rf"beside this model, whose {name} is .* has {value}"):
+    with pytest.raises(
+        ConfigError, match=rf"beside this model, whose {name} is .* has {value}"
+    ):
         begun(config)
 
 
 def test_tensors_of_another_layer_are_refused(config: Config, weights: Path) -> None:
     tensors = load_file(weights)
     for name in tensors:
-        save_file({key: value for key, value in tensors.items() if key != name}, weights)
+        save_file(
+            {key: value for key, value in tensors.items() if key != name}, weights
+        )
         with pytest.raises(ConfigError, match=f"whose {name} is .* has None"):
             begun(config)
         save_file(tensors | {name: tensors[name][:-1].contiguous()}, weights)
@@ -79,5 +88,7 @@ def test_tensors_of_another_layer_are_refused(config: Config, weights: Path) -> 
 
 def test_a_file_that_is_cut_off_is_refused(config: Config, weights: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-10])
-    with pytest.raises(ConfigError, match=r"folder draft must hold whole files: .* bytes"):
+    with pytest.raises(
+        ConfigError, match=r"folder draft must hold whole files: .* bytes"
+    ):
         begun(config)

@@ -33,7 +33,9 @@ class Cache:
     """The layer as an engine runs it: a row at a time, with keys and values of the rows before."""
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
-        self._weights = {name.removeprefix("layers.0."): w for name, w in weights.items()}
+        self._weights = {
+            name.removeprefix("layers.0."): w for name, w in weights.items()
+        }
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -48,11 +50,15 @@ class Cache:
         turned = []
         for name in ("q_proj", "k_proj"):
             first, second = (
-                (weights[f"self_attn.{name}.weight"] @ states).view(-1, 6).chunk(2, dim=1)
+                (weights[f"self_attn.{name}.weight"] @ states)
+                .view(-1, 6)
+                .chunk(2, dim=1)
             )
             cos = angles.cos()
             sin = angles.sin()
-            turned.append(torch.cat([first * cos - second * sin, second * cos + first * sin], 1))
+            turned.append(
+                torch.cat([first * cos - second * sin, second * cos + first * sin], 1)
+            )
         self.keys.append(turned[1])
         self.values.append((weights["self_attn.v_proj.weight"] @ states).view(-1, 6))
         keys = torch.stack(self.keys)
@@ -73,7 +79,9 @@ class Cache:
 def test_outputs_are_those_of_an_engine_that_drafts_from_each_token() -> None:
     weights = random_weights()
     random = torch.Generator().manual_seed(2)
-    embedded, hidden = torch.randn(2, 1, ROWS, 12, generator=random, dtype=torch.float64)
+    embedded, hidden = torch.randn(
+        2, 1, ROWS, 12, generator=random, dtype=torch.float64
+    )
     states = draft_states(weights, SHAPE, embedded, hidden, DEPTH)
     for start in range(ROWS - DEPTH + 1):
         cache = Cache(weights)
@@ -104,7 +112,9 @@ def test_updates_are_those_of_torchs_adam_with_a_bounded_norm() -> None:
         parameter.grad = gradient.clone()
         torch.nn.utils.clip_grad_norm_([parameter], 1.0)
         adam.step()
-        torch.testing.assert_close(layer.values.detach(), parameter.detach(), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            layer.values.detach(), parameter.detach(), rtol=1e-4, atol=1e-6
+        )
     assert layer.updates == 3
 
 
@@ -122,10 +132,14 @@ def test_a_gradient_that_is_not_finite_changes_nothing(faulty: float) -> None:
 def test_a_new_layer_adds_nothing_to_its_first_product() -> None:
     layer = DraftLayer(SHAPE, seed=3, device=torch.device("cpu"))
     weights = layer.named()
-    assert {name: tuple(value.shape) for name, value in weights.items()} == dict(SHAPE.tensors())
+    assert {name: tuple(value.shape) for name, value in weights.items()} == dict(
+        SHAPE.tensors()
+    )
     embedded, hidden = torch.randn(2, 1, ROWS, 12)
     (first,) = draft_states(weights, SHAPE, embedded, hidden, 1)
-    torch.testing.assert_close(first, torch.cat([embedded, hidden], -1) @ weights["fc.weight"].T)
+    torch.testing.assert_close(
+        first, torch.cat([embedded, hidden], -1) @ weights["fc.weight"].T
+    )
     again = DraftLayer(SHAPE, seed=3, device=torch.device("cpu"))
     assert torch.equal(again.values, layer.values)
     other = DraftLayer(SHAPE, seed=4, device=torch.device("cpu"))
@@ -157,7 +171,11 @@ def test_the_shape_is_the_policys(experts: int) -> None:
         "rope_theta": 5e5,
     }
     if experts:
-        table |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        table |= {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+        }
     shape = DraftShape.of(ModelSizes.of(table))
     ffn = 64 if experts else 128
     assert shape == DraftShape(64, 8, 2, 16, ffn, 99, 5e5, 1e-5)

@@ -19,7 +19,9 @@ PLAIN = {
         ({"use_sliding_window": True, "sliding_window": 32}, "sliding windows"),
     ],
 )
-def test_a_model_with_other_attention_gets_no_layer(fields: dict[str, object], what: str) -> None:
+def test_a_model_with_other_attention_gets_no_layer(
+    fields: dict[str, object], what: str
+) -> None:
     assert not [*model_problems(ModelSizes.of(PLAIN))]
     (line,) = model_problems(ModelSizes.of(PLAIN | fields))
     assert f"the layer beside {what} was not tested" in line

@@ -10,7 +10,9 @@ MOST = 64
 class Engine:
     """Steps of an engine whose duration and tokens a function of drafting says."""
 
-    def __init__(self, switch: DraftSwitch, step: Callable[[bool], tuple[int, float]]) -> None:
+    def __init__(
+        self, switch: DraftSwitch, step: Callable[[bool], tuple[int, float]]
+    ) -> None:
         self._switch = switch
         self.step = step
         self._now_s = 0.0
@@ -22,7 +24,9 @@ class Engine:
             drafts = self._switch.lookup[num_requests] > 0
             tokens, seconds = self.step(drafts)
             self._now_s += seconds
-            self._switch.end_step(num_requests, tokens, drafts=drafts, now_s=self._now_s)
+            self._switch.end_step(
+                num_requests, tokens, drafts=drafts, now_s=self._now_s
+            )
             drafted.append(drafts)
         return drafted
 
@@ -36,7 +40,9 @@ def fast(drafts: bool) -> tuple[int, float]:
     return (160, 0.015) if drafts else (80, 0.01)
 
 
-def test_drafts_that_cost_more_than_they_bring_are_switched_off_and_tried_again() -> None:
+def test_drafts_that_cost_more_than_they_bring_are_switched_off_and_tried_again() -> (
+    None
+):
     engine = Engine(DraftSwitch(TOKENS, MOST), slow)
     trials = engine.run(2 * TRIAL_STEPS + 2)
     assert trials[:TRIAL_STEPS] == [True] * TRIAL_STEPS
@@ -78,7 +84,9 @@ STALLS = {"stall": {20: 60.0}, "prompts": dict.fromkeys(range(20, 30), 5.0)}
 
 
 @pytest.mark.parametrize("stalls", STALLS.values(), ids=STALLS)
-@pytest.mark.parametrize(("faster", "stalled"), [(fast, True), (slow, False)], ids=["on", "off"])
+@pytest.mark.parametrize(
+    ("faster", "stalled"), [(fast, True), (slow, False)], ids=["on", "off"]
+)
 def test_steps_that_stall_do_not_turn_the_decision(
     faster: Callable[[bool], tuple[int, float]], stalled: bool, stalls: dict[int, float]
 ) -> None:
@@ -88,7 +96,9 @@ def test_steps_that_stall_do_not_turn_the_decision(
     def step(drafts: bool) -> tuple[int, float]:
         num_steps[drafts] += 1
         tokens, seconds = faster(drafts)
-        return tokens, seconds * (stalls.get(num_steps[drafts], 1.0) if drafts is stalled else 1.0)
+        return tokens, seconds * (
+            stalls.get(num_steps[drafts], 1.0) if drafts is stalled else 1.0
+        )
 
     engine = Engine(DraftSwitch(TOKENS, MOST), step)
     engine.run(2 * TRIAL_STEPS + 4)

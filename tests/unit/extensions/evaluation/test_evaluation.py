@@ -32,14 +32,23 @@ from support.rigs.waiting import LIMIT_S
 class Rig:
     """An evaluator of one held-out environment, and the servers that a test adds."""
 
-    def __init__(self, folder: Path, journal: Journal, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self, folder: Path, journal: Journal, tasks: asyncio.TaskGroup
+    ) -> None:
         algorithm = {"group_size": 2, "groups_per_step": 1, "max_staleness": 1}
         self.journal = journal
         self.tasks = tasks
         self.run = run_of(
             run={"name": "r", "steps": 10, "dir": str(folder)},
             algorithm={**algorithm, "learning_rate": 1e-3},
-            evaluations=[{"name": "held", "reference": "m:E", "num_episodes": 2, "every_steps": 1}],
+            evaluations=[
+                {
+                    "name": "held",
+                    "reference": "m:E",
+                    "num_episodes": 2,
+                    "every_steps": 1,
+                }
+            ],
         )
         books = books_of(self.run, journal=journal)
         self.book = books.leases
@@ -51,7 +60,9 @@ class Rig:
         self.publisher = Publisher(self.fleet, self.run, tasks)
         scheduler = Scheduler(self.run, books, nothing)
         results: Any = SimpleNamespace(evaluated=nothing)
-        self.evaluator = Evaluator(self.run, books, intake, self.publisher, scheduler, results)
+        self.evaluator = Evaluator(
+            self.run, books, intake, self.publisher, scheduler, results
+        )
 
     def joined(self, name: str) -> ServerSession:
         return joined(self.fleet, name, max_episodes=8)
@@ -73,7 +84,9 @@ class Rig:
 
     async def asked(self) -> asyncio.Task[weights_pb2.PublishOrder | None]:
         """A publish whose servers have been asked if they are ready."""
-        preparing = self.tasks.create_task(self.publisher.prepare(trainer_pb2.NextRequest()))
+        preparing = self.tasks.create_task(
+            self.publisher.prepare(trainer_pb2.NextRequest())
+        )
         await asyncio.sleep(0)
         return preparing
 
@@ -92,7 +105,9 @@ async def measuring(folder: Path) -> AsyncIterator[Rig]:
             yield Rig(folder, journal, tasks)
 
 
-async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(tmp_path: Path) -> None:
+async def test_one_server_at_a_time_waits_for_the_environments_of_a_round(
+    tmp_path: Path,
+) -> None:
     async with measuring(tmp_path) as rig:
         first = rig.joined("first")
         second = rig.joined("second")
@@ -119,7 +134,9 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
         rig.serve(session, 0)
         rig.turn()
         rig.run.progress.reached(PolicyVersion(0, 1))
-        trained = Trained(FormedBatch(0, "b000000", ()), PolicyVersion(0, 1), again=False)
+        trained = Trained(
+            FormedBatch(0, "b000000", ()), PolicyVersion(0, 1), again=False
+        )
         rig.evaluator.stepped(trained, trainer_pb2.StepReport(), None)
         # The round keeps the server from new versions, so the round must not wait for one.
         assert rig.publisher.due() == []
@@ -129,7 +146,9 @@ async def test_a_server_that_waits_for_environments_is_measured_though_a_later_r
         assert not rig.evaluator.is_done()
 
 
-async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(tmp_path):
+async def test_a_server_that_never_has_the_environments_does_not_keep_others_from_a_round(
+    tmp_path,
+):
     async with measuring(tmp_path) as rig:
         first = rig.joined("first")
         second = rig.joined("second")
@@ -143,7 +162,9 @@ async def test_a_server_that_never_has_the_environments_does_not_keep_others_fro
         assert (await rig.leases(first), await rig.leases(second)) == (0, 2)
 
 
-async def test_a_server_with_an_order_for_another_version_is_not_measured(tmp_path: Path) -> None:
+async def test_a_server_with_an_order_for_another_version_is_not_measured(
+    tmp_path: Path,
+) -> None:
     async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.load(session)
@@ -171,7 +192,9 @@ async def test_a_server_that_is_measured_since_it_was_asked_keeps_its_version(tm
         assert session.is_serving
 
 
-async def test_leases_of_a_round_leave_once_their_records_are_durable(tmp_path: Path) -> None:
+async def test_leases_of_a_round_leave_once_their_records_are_durable(
+    tmp_path: Path,
+) -> None:
     async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.load(session)
@@ -181,7 +204,9 @@ async def test_leases_of_a_round_leave_once_their_records_are_durable(tmp_path: 
         assert await rig.leases(session) == 2
 
 
-async def test_a_round_begins_again_when_its_server_serves_no_more(tmp_path: Path) -> None:
+async def test_a_round_begins_again_when_its_server_serves_no_more(
+    tmp_path: Path,
+) -> None:
     async with measuring(tmp_path) as rig:
         session = rig.joined("only")
         rig.load(session)
@@ -196,8 +221,12 @@ async def test_a_round_begins_again_when_its_server_serves_no_more(tmp_path: Pat
         assert await rig.leases(session) == 2
 
 
-def episode(task: int, reward: float, *reply_tokens: int, truncated: bool = False, **metrics):
-    return EvaluatedEpisode(task, reward, reply_tokens or (1,), truncated, tuple(metrics.items()))
+def episode(
+    task: int, reward: float, *reply_tokens: int, truncated: bool = False, **metrics
+):
+    return EvaluatedEpisode(
+        task, reward, reply_tokens or (1,), truncated, tuple(metrics.items())
+    )
 
 
 @pytest.mark.parametrize("num_samples", range(1, 7))
@@ -207,12 +236,20 @@ def test_pass_at_k_is_the_share_of_all_draws_in_which_one_passes(num_samples: in
         for k in range(1, num_samples + 1):
             draws = list(itertools.combinations(passed, k))
             share = sum(any(draw) for draw in draws) / len(draws)
-            assert pass_at_k(num_samples, num_passed, k) == pytest.approx(share, abs=1e-12)
+            assert pass_at_k(num_samples, num_passed, k) == pytest.approx(
+                share, abs=1e-12
+            )
 
 
 def test_rewards_lengths_and_cut_off_replies_are_told():
-    episodes = [episode(0, 0.0, 2, 4), episode(1, 1.0, 6, truncated=True), episode(2, 4.0, 8)]
-    statistics = evaluation_statistics(episodes, num_failed=2, samples=1, pass_reward=1.0)
+    episodes = [
+        episode(0, 0.0, 2, 4),
+        episode(1, 1.0, 6, truncated=True),
+        episode(2, 4.0, 8),
+    ]
+    statistics = evaluation_statistics(
+        episodes, num_failed=2, samples=1, pass_reward=1.0
+    )
     assert statistics == {
         "reward_mean": pytest.approx(5 / 3),
         # Squares of the differences: 25/9, 4/9, 49/9; their mean is 78/27.
@@ -230,7 +267,13 @@ def test_rewards_lengths_and_cut_off_replies_are_told():
 
 
 def test_pass_at_k_is_a_mean_over_tasks_that_have_enough_replies():
-    episodes = [episode(0, 1), episode(0, 0), episode(0, 0), episode(1, 1), episode(1, 1)]
+    episodes = [
+        episode(0, 1),
+        episode(0, 0),
+        episode(0, 0),
+        episode(1, 1),
+        episode(1, 1),
+    ]
     statistics = evaluation_statistics(episodes, num_failed=1, samples=4)
     # Task 0: 1 of 3 passes, task 1: 2 of 2.
     assert statistics["pass_at_1"] == pytest.approx((1 / 3 + 1) / 2)
@@ -238,16 +281,26 @@ def test_pass_at_k_is_a_mean_over_tasks_that_have_enough_replies():
     assert "pass_at_4" not in statistics
     assert "pass_at_3" not in statistics
     statistics = evaluation_statistics(episodes, num_failed=0, samples=3)
-    assert [statistics[f"pass_at_{k}"] for k in (2, 3)] == [pytest.approx((2 / 3 + 1) / 2), 1.0]
+    assert [statistics[f"pass_at_{k}"] for k in (2, 3)] == [
+        pytest.approx((2 / 3 + 1) / 2),
+        1.0,
+    ]
 
 
 def test_a_reply_passes_from_a_reward_of_1_on():
-    episodes = [episode(0, 1.0), episode(1, 0.99), episode(2, 0.7 + 0.2 + 0.1), episode(3, 0)]
+    episodes = [
+        episode(0, 1.0),
+        episode(1, 0.99),
+        episode(2, 0.7 + 0.2 + 0.1),
+        episode(3, 0),
+    ]
     statistics = evaluation_statistics(episodes, num_failed=0, samples=1)
     assert statistics["pass_at_1"] == 0.5
 
 
-def test_on_a_scale_beyond_1_a_reply_passes_from_the_reward_that_the_settings_say() -> None:
+def test_on_a_scale_beyond_1_a_reply_passes_from_the_reward_that_the_settings_say() -> (
+    None
+):
     episodes = [episode(0, 3.0), episode(1, 10.0), episode(2, 7.0), episode(3, 0.0)]
     unsaid = evaluation_statistics(episodes, num_failed=0, samples=1)
     assert not any(name.startswith("pass_at_") for name in unsaid)

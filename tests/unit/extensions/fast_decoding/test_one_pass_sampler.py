@@ -39,7 +39,9 @@ def plain_sample(
     return tokens, logprobs, counts.to(torch.int32)
 
 
-def plain_kept_tokens(logits: torch.Tensor, part_counts: torch.Tensor) -> KeptTokenTensors:
+def plain_kept_tokens(
+    logits: torch.Tensor, part_counts: torch.Tensor
+) -> KeptTokenTensors:
     is_kept = torch.isfinite(logits)
     token_ids = torch.argsort(
         ~is_kept,
@@ -69,7 +71,9 @@ def sampler(monkeypatch: pytest.MonkeyPatch) -> Any:  # noqa: ANN401 - vLLM tell
     monkeypatch.setattr(one_pass_sampler, "sample", plain_sample)
     monkeypatch.setattr(one_pass_sampler, "kept_token_tensors", plain_kept_tokens)
     monkeypatch.setattr(
-        one_pass_sampler, "get_num_sampled_and_rejected", lambda ones, *_: (ones, ones - 1)
+        one_pass_sampler,
+        "get_num_sampled_and_rejected",
+        lambda ones, *_: (ones, ones - 1),
     )
     monkeypatch.setattr(Sampler, "__call__", lambda *_: OF_VLLM)
     return sampler
@@ -100,7 +104,10 @@ def test_tokens_and_log_probabilities_have_vllms_form(sampler: Any) -> None:
     assert torch.equal(output.logprobs_tensors.logprob_token_ids, tokens[:, None])
     torch.testing.assert_close(output.logprobs_tensors.logprobs, logprobs[:, None])
     assert output.logprobs_tensors.selected_token_ranks.tolist() == [0] * ROWS
-    assert (output.num_sampled.tolist(), output.num_rejected.tolist()) == ([1] * ROWS, [0] * ROWS)
+    assert (output.num_sampled.tolist(), output.num_rejected.tolist()) == (
+        [1] * ROWS,
+        [0] * ROWS,
+    )
 
 
 def test_kept_tokens_are_returned_where_they_are_recorded(sampler: Any) -> None:
@@ -129,7 +136,9 @@ def test_kept_tokens_are_returned_where_they_are_recorded(sampler: Any) -> None:
         ("trace_replay_state", "a trace"),
     ],
 )
-def test_whatever_else_is_asked_for_is_vllms(sampler: Any, name: str, value: object) -> None:
+def test_whatever_else_is_asked_for_is_vllms(
+    sampler: Any, name: str, value: object
+) -> None:
     setattr(sampler, name, (lambda _: value) if name == "get_logprobs_dims" else value)
     assert sampler(torch.zeros(ROWS, VOCABULARY), batch()) is OF_VLLM
 
@@ -139,9 +148,13 @@ def test_rows_of_drafts_are_vllms(sampler: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [Sampler, dict])
-def test_a_worker_replaces_vllms_sampler_alone(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_replaces_vllms_sampler_alone(
+    kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
     worker = object.__new__(OnePassWorker)
     worker.model_runner = SimpleNamespace(sampler=kind.__new__(kind))
     monkeypatch.setattr(OnePassWorker.__base__, "load_model", lambda *_, **__: None)
     worker.load_model()
-    assert type(worker.model_runner.sampler) is (OnePassSampler if kind is Sampler else kind)
+    assert type(worker.model_runner.sampler) is (
+        OnePassSampler if kind is Sampler else kind
+    )

@@ -29,7 +29,9 @@ def test_nothing_waits_beside_few_replies(num_replies: int) -> None:
 @pytest.mark.parametrize("most_steps", range(5))
 def test_nothing_waits_for_more_steps_than_it_may(most_steps: int) -> None:
     gathering = PromptGathering(most_steps)
-    waits = [gathering.holds(num_ready=1, num_replies=512) for _ in range(most_steps + 1)]
+    waits = [
+        gathering.holds(num_ready=1, num_replies=512) for _ in range(most_steps + 1)
+    ]
     assert waits == [True] * most_steps + [False]
 
 

@@ -41,7 +41,9 @@ def test_times_are_of_utc_with_milliseconds() -> None:
 
 
 def test_a_record_is_one_object_with_what_is_known() -> None:
-    line = JsonFormatter("controller", "first", lambda: None).format(record("two\nlines \ud800"))
+    line = JsonFormatter("controller", "first", lambda: None).format(
+        record("two\nlines \ud800")
+    )
     assert "\n" not in line and line.isascii()
     assert json.loads(line) == {
         "time": NOON,
@@ -61,7 +63,9 @@ def test_a_record_is_one_object_with_what_is_known() -> None:
         (None, 0, 0),
     ],
 )
-def test_the_step_of_a_record_comes_before_that_of_its_process(own, of_process, step) -> None:
+def test_the_step_of_a_record_comes_before_that_of_its_process(
+    own, of_process, step
+) -> None:
     formatter = JsonFormatter("controller", "first", lambda: of_process)
     line = formatter.format(record("x", step=own))
     assert json.loads(line)["step"] == step
@@ -91,7 +95,13 @@ def test_an_exception_is_in_the_object_of_its_record() -> None:
 )
 def test_other_lines_keep_their_text_and_get_their_level(line: str, level: str) -> None:
     assert objects([line + "\n"]) == [
-        {"time": NOON, "level": level, "process": "server-0", "run": "first", "message": line}
+        {
+            "time": NOON,
+            "level": level,
+            "process": "server-0",
+            "run": "first",
+            "message": line,
+        }
     ]
 
 
@@ -102,16 +112,30 @@ def test_objects_of_a_formatter_keep_their_fields() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ['{"time": 1}', "{broken", '["time"]', '{"time": "", "level": "", "message": "", "x": 1}'],
+    [
+        '{"time": 1}',
+        "{broken",
+        '["time"]',
+        '{"time": "", "level": "", "message": "", "x": 1}',
+    ],
 )
 def test_json_that_no_formatter_made_is_text(line: str) -> None:
     assert [entry["message"] for entry in objects([line])] == [line]
 
 
 def test_a_printed_traceback_is_one_object() -> None:
-    traceback = ["Traceback (most recent call last):", '  File "a.py", line 1', "", "ValueError: 5"]
+    traceback = [
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1',
+        "",
+        "ValueError: 5",
+    ]
     entries = objects(["before", *traceback, "after"])
-    assert [entry["message"] for entry in entries] == ["before", "\n".join(traceback), "after"]
+    assert [entry["message"] for entry in entries] == [
+        "before",
+        "\n".join(traceback),
+        "after",
+    ]
     assert [entry["level"] for entry in entries] == ["INFO", "ERROR", "INFO"]
 
 

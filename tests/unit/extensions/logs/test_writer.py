@@ -54,7 +54,9 @@ def test_a_start_goes_on_in_the_log_that_is_there(tmp_path: Path) -> None:
     }
 
 
-def test_what_cannot_be_written_is_lost_and_the_next_line_is_tried(tmp_path: Path) -> None:
+def test_what_cannot_be_written_is_lost_and_the_next_line_is_tried(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "logs"
     log = BoundedLog(folder / "a.log", max_bytes=100, moved_logs=1)
     log.write("lost")
@@ -79,7 +81,9 @@ def test_the_command_of_the_settings_writes_objects(tmp_path: Path) -> None:
     command = launch.writer_command(config, "server-0", tmp_path / "a.log")
     assert command[0] == sys.executable
     lines = [f"line {number}\n" for number in range(400)]
-    subprocess.run(command, input="".join(lines), text=True, check=True, timeout=LIMIT_S)
+    subprocess.run(
+        command, input="".join(lines), text=True, check=True, timeout=LIMIT_S
+    )
     logs = written(tmp_path)
     assert sorted(logs) == ["a.log", "a.log.1", "a.log.2"]
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]

@@ -44,7 +44,12 @@ def test_only_the_parts_that_are_set_leave() -> None:
     weight = torch.ones(3)
     moment = torch.ones(4)
     memory = HostMemory(OffloadSection(optimizer=True, gradients=True))
-    memory.own({MemoryPart.PARAMETERS: lambda: [weight], MemoryPart.OPTIMIZER: lambda: [moment]})
+    memory.own(
+        {
+            MemoryPart.PARAMETERS: lambda: [weight],
+            MemoryPart.OPTIMIZER: lambda: [moment],
+        }
+    )
     with memory.resident(*MemoryPart):
         pass
     assert weight.untyped_storage().nbytes() == 12

@@ -12,13 +12,17 @@ from slipstream.learner.trainer.batches.training_sequence import Paths
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_the_gradient_of_a_key_is_the_sum_over_its_copies(dtype: torch.dtype) -> None:
-    paths = Paths.of([np.arange(3), np.array([0, 1, 2, 3]), np.array([0, 1, 2, 4, 5])], 6)
+    paths = Paths.of(
+        [np.arange(3), np.array([0, 1, 2, 3]), np.array([0, 1, 2, 4, 5])], 6
+    )
     key = torch.randn(6, 2, 4, dtype=dtype, requires_grad=True)
     copies = KeysByPath.apply(key, paths)
     assert torch.equal(copies, key[paths.key_places])
     weight = torch.randn(12, 2, 4, dtype=dtype)
     (grad,) = torch.autograd.grad((copies * weight).sum(), key)
-    expected = torch.stack([weight[paths.key_places == n].float().sum(0) for n in range(6)])
+    expected = torch.stack(
+        [weight[paths.key_places == n].float().sum(0) for n in range(6)]
+    )
     assert grad.dtype == dtype
     torch.testing.assert_close(grad, expected.to(dtype))
 
@@ -43,8 +47,15 @@ def test_the_gradient_of_a_key_is_the_sum_over_its_copies(dtype: torch.dtype) ->
 )
 def test_what_cannot_share_says_why(learner, model, replay, cause):
     plain = {"multi_latent_attention": False, "window_size": None}
-    plain |= {"moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None, "params_dtype": torch.bfloat16}
-    plain |= {"moe_router_enable_expert_bias": False, "moe_router_bias_update_rate": 1e-3}
+    plain |= {
+        "moe_aux_loss_coeff": 0.0,
+        "moe_z_loss_coeff": None,
+        "params_dtype": torch.bfloat16,
+    }
+    plain |= {
+        "moe_router_enable_expert_bias": False,
+        "moe_router_bias_update_rate": 1e-3,
+    }
     model_facts = SimpleNamespace(**(plain | model))
     section = LearnerSection.model_validate(learner)
     found = refusal(model_facts, section, router_replay=replay, on_gpu=True)

@@ -17,7 +17,9 @@ from support.rigs.fuzz_budget import times
 def group(prompt, replies):
     """Makes one sequence for each reply to the same prompt, which train the replies."""
     return [
-        sequence([*prompt, *reply], range(len(prompt) - 1, len(prompt) + len(reply) - 1))
+        sequence(
+            [*prompt, *reply], range(len(prompt) - 1, len(prompt) + len(reply) - 1)
+        )
         for reply in replies
     ]
 
@@ -45,7 +47,11 @@ def test_members_with_branches_share_the_prompt_and_each_its_own_turns():
         sequences.append(sequence([*token_ids, 3, 4], [15]))
     (bundle,) = PrefixTree(sequences, range(4), min_shared=4).bundles(100)
     assert bundle[0] == Segment(0, 0, 9)
-    assert bundle[1:4] == [Segment(0, 9, 14, 0), Segment(0, 14, 17, 1), Segment(1, 14, 17, 1)]
+    assert bundle[1:4] == [
+        Segment(0, 9, 14, 0),
+        Segment(0, 14, 17, 1),
+        Segment(1, 14, 17, 1),
+    ]
     assert num_tokens(bundle) == 9 + 2 * (5 + 3 + 3)
 
 
@@ -79,12 +85,16 @@ tokens = st.lists(st.integers(0, 1), min_size=1, max_size=14)
     st.integers(1, 4),
     st.integers(4, 60),
 )
-def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, min_shared, limit):
+def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(
+    drawn, min_shared, limit
+):
     sequences = [
         sequence(ids, [place for place in range(len(ids) - 1) if bits >> place & 1])
         for ids, bits in drawn
     ]
-    bundles = PrefixTree(sequences, range(len(sequences)), min_shared=min_shared).bundles(limit)
+    bundles = PrefixTree(
+        sequences, range(len(sequences)), min_shared=min_shared
+    ).bundles(limit)
     trained = []
     for bundle in bundles:
         leaves = set()
@@ -95,7 +105,9 @@ def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, mi
                 assert bundle[at].parent is None or bundle[at].parent < at
                 path.insert(0, bundle[at])
                 at = bundle[at].parent
-            assert [segment.end for segment in path[:-1]] == [segment.start for segment in path[1:]]
+            assert [segment.end for segment in path[:-1]] == [
+                segment.start for segment in path[1:]
+            ]
             assert path[0].start == 0
             ids = [
                 t
@@ -105,16 +117,24 @@ def test_each_path_has_the_tokens_of_its_sequence_and_trains_them_once(drawn, mi
             owner = sequences[segment.index]
             assert ids == owner.token_ids[: segment.end].tolist()
             trained += [
-                (segment.index, n) for n in range(segment.start, segment.end) if owner.loss_mask[n]
+                (segment.index, n)
+                for n in range(segment.start, segment.end)
+                if owner.loss_mask[n]
             ]
             if segment.end == len(owner):
                 leaves.add(segment.index)
         indices = {segment.index for segment in bundle}
         assert leaves == indices
         assert num_tokens(bundle) <= limit or len(indices) == 1
-        assert num_squares(bundle) <= sum(len(sequences[index]) ** 2 for index in indices)
+        assert num_squares(bundle) <= sum(
+            len(sequences[index]) ** 2 for index in indices
+        )
     expected = [
-        (i, n) for i, sequence in enumerate(sequences) for n in np.flatnonzero(sequence.loss_mask)
+        (i, n)
+        for i, sequence in enumerate(sequences)
+        for n in np.flatnonzero(sequence.loss_mask)
     ]
     assert sorted(trained) == expected
-    assert sorted(i for b in bundles for i in {s.index for s in b}) == list(range(len(sequences)))
+    assert sorted(i for b in bundles for i in {s.index for s in b}) == list(
+        range(len(sequences))
+    )

@@ -22,14 +22,30 @@ def packed(multiple: int = 1):
 
 def test_common_tokens_stand_once_with_the_positions_of_their_sequences() -> None:
     micro_batch = packed()
-    assert micro_batch.token_ids.tolist() == [1, 2, 3, 4, 10, 11, 12, 13, 11, 20, 4, 30, 31]
+    assert micro_batch.token_ids.tolist() == [
+        1,
+        2,
+        3,
+        4,
+        10,
+        11,
+        12,
+        13,
+        11,
+        20,
+        4,
+        30,
+        31,
+    ]
     assert micro_batch.position_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 5, 6, 3, 4, 5]
 
 
 def test_each_trained_token_is_predicted_once_as_in_its_sequence() -> None:
     micro_batch = packed()
     mask = micro_batch.loss_mask
-    sequences = [micro_batch.indices[place] for place in micro_batch.sequence_ids[mask].tolist()]
+    sequences = [
+        micro_batch.indices[place] for place in micro_batch.sequence_ids[mask].tolist()
+    ]
     rows = zip(
         sequences,
         micro_batch.position_ids[mask].tolist(),
@@ -61,7 +77,9 @@ def test_each_token_sees_the_tokens_before_it_in_its_sequence() -> None:
         own_places = list(range(bounds[number], bounds[number + 1]))
         assert places[-len(own_places) :].tolist() == own_places
         ids = micro_batch.token_ids[places].tolist()
-        assert any(sequence.token_ids[: len(ids)].tolist() == ids for sequence in SEQUENCES)
+        assert any(
+            sequence.token_ids[: len(ids)].tolist() == ids for sequence in SEQUENCES
+        )
         assert micro_batch.position_ids[places].tolist() == list(range(len(ids)))
 
 

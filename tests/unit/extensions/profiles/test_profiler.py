@@ -42,7 +42,13 @@ def test_stages_add_up_and_begin_anew_when_taken():
         with stages.measure("forward"):
             pass
     first = stages.take()
-    assert set(first) == {"waiting_s", "forward_s", "export_s", "publish_s", "checkpoint_s"}
+    assert set(first) == {
+        "waiting_s",
+        "forward_s",
+        "export_s",
+        "publish_s",
+        "checkpoint_s",
+    }
     assert first["forward_s"] > 0 == first["publish_s"]
     assert stages.take()["forward_s"] == 0
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 
 def facts(function: Callable[[LossInputs], Tensor], kind: str = "loss") -> list[str]:
-    return facts_of_tokens(TokenProof(Function(kind, "mine:own", functools.partial(function))))
+    return facts_of_tokens(
+        TokenProof(Function(kind, "mine:own", functools.partial(function)))
+    )
 
 
 def reinforce(tokens: LossInputs) -> Tensor:
@@ -48,11 +50,15 @@ def test_a_right_loss_makes_good_tokens_likelier() -> None:
 
 def test_a_loss_of_wrong_sign_is_seen_in_its_facts() -> None:
     (fact,) = facts(wrong_sign)
-    assert fact.endswith("of positive advantage less likely, of negative advantage likelier")
+    assert fact.endswith(
+        "of positive advantage less likely, of negative advantage likelier"
+    )
 
 
 def test_a_loss_without_advantages_is_told() -> None:
-    assert "loss mine:own: its gradient does not depend on advantages" in facts(imitates)
+    assert "loss mine:own: its gradient does not depend on advantages" in facts(
+        imitates
+    )
 
 
 def test_a_term_without_a_gradient_is_told() -> None:

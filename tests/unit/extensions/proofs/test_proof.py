@@ -15,7 +15,10 @@ from support.fakes.packed import algorithm
 
 MODULE = wrong_algorithms.__name__
 WRONG_LOSSES = {
-    "divides_by_trained_tokens": ("layout", "a micro batch for each sequence: loss of token 0"),
+    "divides_by_trained_tokens": (
+        "layout",
+        "a micro batch for each sequence: loss of token 0",
+    ),
     "divides_by_length": ("layout", "padding: loss of token 0 is"),
     "grows_with_the_place": ("layout", "order of episodes: loss of token 0 is"),
     "reports_places": ("layout", "order of episodes: report place of token 0 is"),
@@ -24,11 +27,20 @@ WRONG_LOSSES = {
         "layout",
         "(5000) .xxx (x is a trained token), log ratios of deviation 3",
     ),
-    "stops_early": ("layout", ".xxxx (x is a trained token), log ratios of deviation 3"),
+    "stops_early": (
+        "layout",
+        ".xxxx (x is a trained token), log ratios of deviation 3",
+    ),
     "by_the_largest_advantage": ("layout", "log ratios of deviation 1"),
     "counts_its_own_tokens": ("layout", "a sequence on two ranks: loss of token "),
-    "forgets_late_tokens": ("layout", "sequences ...........(5000) .xxx (x is a trained token)"),
-    "sums_on_some_ranks": ("layout", "one rank asks for sums over sequences, another does not"),
+    "forgets_late_tokens": (
+        "layout",
+        "sequences ...........(5000) .xxx (x is a trained token)",
+    ),
+    "sums_on_some_ranks": (
+        "layout",
+        "one rank asks for sums over sequences, another does not",
+    ),
     "reads_masked_tokens": ("masked tokens", "with other values at masked tokens"),
     "infinite_at_masked_tokens": ("masked tokens", "has the gradient nan: sequences"),
     "root_at_a_bound": ("finite", "gradient is inf at log ratio 0.1823"),
@@ -39,9 +51,15 @@ WRONG_LOSSES = {
     "log_of_the_entropy": ("finite", "entropy 0"),
     "adds_the_entropy": ("entropy", "have none, set algorithm.entropy_coefficient"),
     "squares_the_ratio": ("finite", "to the proximal and 46.05 to the behavior policy"),
-    "fails_without_a_token": ("empty mask", "sequences . (x is a trained token): RuntimeError"),
+    "fails_without_a_token": (
+        "empty mask",
+        "sequences . (x is a trained token): RuntimeError",
+    ),
     "detached": ("gradient", "no token with a positive advantage has one"),
-    "detached_where_negative": ("gradient", "no token with a negative advantage has one"),
+    "detached_where_negative": (
+        "gradient",
+        "no token with a negative advantage has one",
+    ),
     "only_sums": ("gradient", "no token with a positive advantage has one"),
     "no_gradient": ("result", "the losses have no gradient"),
     "wrong_backward": ("gradient", "by finite differences: sequences x (x"),
@@ -70,7 +88,11 @@ ARGUMENTS: dict[str, list[dict[str, JsonValue]]] = {
     "return_to_go": [{}, {"gamma": 0.0, "normalize": False}],
     "turn_gae": [{}, {"gamma": 0.9, "normalize": False}],
     "overlong": [{"cache_tokens": 4}],
-    "token": [{}, {"token_band": [0.5, 1.6], "sequence_band": [0.7, 1.3]}, {"to": "present"}],
+    "token": [
+        {},
+        {"token_band": [0.5, 1.6], "sequence_band": [0.7, 1.3]},
+        {"to": "present"},
+    ],
     "sequence": [{}, {"token_band": [0.5, 1.6], "to": "present"}],
     "split": [
         {},
@@ -104,14 +126,18 @@ def chosen(kind: FunctionKind, name: str, **arguments: JsonValue) -> AlgorithmSe
     return algorithm(**{kind: name, f"{kind}_args": arguments}, **other_settings)
 
 
-def faults(settings: AlgorithmSection, kind: FunctionKind, *, has_roles: bool = False) -> list[str]:
+def faults(
+    settings: AlgorithmSection, kind: FunctionKind, *, has_roles: bool = False
+) -> list[str]:
     if kind in ("loss", "weight"):
         return TokenProof(
             function_of(settings, kind),
             has_roles,
             settings.reads_versions,
         ).faults()
-    has_values = settings.advantage == "gae" or (has_roles and settings.advantage == "turn_gae")
+    has_values = settings.advantage == "gae" or (
+        has_roles and settings.advantage == "turn_gae"
+    )
     return EpisodeProof(settings, kind, has_values).faults()
 
 
@@ -179,16 +205,30 @@ def test_an_example_is_the_smallest_one_and_other_layouts_are_named() -> None:
         ("advantage", "without_epsilon", "a value is not finite"),
         ("advantage", "running_mean", "state: "),
         ("advantage", "one_too_few", "result: rewards 0.5: 0 advantages of 1 episodes"),
-        ("reward", "reward_by_place", "order of episodes: episode 0, number 0 is 1, not 2 for"),
+        (
+            "reward",
+            "reward_by_place",
+            "order of episodes: episode 0, number 0 is 1, not 2 for",
+        ),
         ("reward", "reward_log", "a reward is no finite number: -inf"),
         ("reward", "reward_at_random", "state: "),
         ("filter", "first_decides", "order of episodes: result 0 is 1, not 0 for the"),
-        ("filter", "deviates", "rounding: it keeps a group of 7 rewards 0.1 and leaves out one of"),
-        ("loss", "encloses_the_first_scale", "state: calls change scale (enclosed) of its module"),
+        (
+            "filter",
+            "deviates",
+            "rounding: it keeps a group of 7 rewards 0.1 and leaves out one of",
+        ),
+        (
+            "loss",
+            "encloses_the_first_scale",
+            "state: calls change scale (enclosed) of its module",
+        ),
         ("filter", "neither", "the result is neither true nor false: None"),
     ],
 )
-def test_other_wrong_functions_are_refused(kind: FunctionKind, name: str, expected: str) -> None:
+def test_other_wrong_functions_are_refused(
+    kind: FunctionKind, name: str, expected: str
+) -> None:
     lines = faults(chosen(kind, f"{MODULE}:{name}"), kind)
     assert [line for line in lines if expected in line], lines
 

@@ -51,7 +51,9 @@ def entry(number: int, draw: random.Random) -> dict[bytes, bytes]:
         case 4:
             return fields_of(draw.choice(TEXTS), data)
         case 5:
-            return fields_of(name, draw.randbytes(draw.choice((0, 1, 15, 16, 17, 5000))))
+            return fields_of(
+                name, draw.randbytes(draw.choice((0, 1, 15, 16, 17, 5000)))
+            )
         case _:
             return {draw.randbytes(3): draw.randbytes(9)}
 
@@ -64,7 +66,9 @@ async def place(client: redis.asyncio.Redis, entries: list[dict[bytes, bytes]]) 
         await pipeline.execute()
 
 
-async def test_what_nobody_sealed_is_removed_and_the_others_arrive(server, administrator) -> None:
+async def test_what_nobody_sealed_is_removed_and_the_others_arrive(
+    server, administrator
+) -> None:
     draw = random.Random("redis")
     rounds = BUDGET.rounds
     client = administrator
@@ -78,7 +82,9 @@ async def test_what_nobody_sealed_is_removed_and_the_others_arrive(server, admin
             while True:
                 delivery = await receiver.get()
                 # A damaged entry may be whole: its seal says so.
-                assert opener(KEY)(delivery.trajectory_id, seal_of(delivery)) is not None
+                assert (
+                    opener(KEY)(delivery.trajectory_id, seal_of(delivery)) is not None
+                )
                 arrived[delivery.trajectory_id] = delivery.data
                 await receiver.acknowledge([delivery.trajectory_id])
 
@@ -90,7 +96,9 @@ async def test_what_nobody_sealed_is_removed_and_the_others_arrive(server, admin
         while await client.xlen(STREAM):
             await asyncio.sleep(0.005)
         taking.cancel()
-    assert [arrived[honest(n)[0]] for n in range(rounds)] == [b"data %d" % n for n in range(rounds)]
+    assert [arrived[honest(n)[0]] for n in range(rounds)] == [
+        b"data %d" % n for n in range(rounds)
+    ]
 
 
 def seal_of(delivery) -> bytes:

@@ -44,7 +44,9 @@ async def becomes_empty(client: redis.asyncio.Redis) -> None:
     assert await used_bytes(client) == 0
 
 
-async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_and_again(server):
+async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_and_again(
+    server,
+):
     generator = random.Random(1)
     answered: set[str] = set()
     arrived: set[str] = set()
@@ -68,7 +70,9 @@ async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_
         RedisReceiver(server.url(), "run", without_seal) as receiver,
         asyncio.TaskGroup() as group,
     ):
-        producers = [group.create_task(produce(sender, start)) for start in (0, 1_000_000)]
+        producers = [
+            group.create_task(produce(sender, start)) for start in (0, 1_000_000)
+        ]
         consumer = group.create_task(consume(receiver))
         for _ in range(5):
             seen = len(arrived)
@@ -78,7 +82,9 @@ async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_
             await server.start()
         finished.set()
         await asyncio.wait(producers)
-        await until(lambda: not (not answered <= arrived or sender.queued_bytes), LIMIT_S)
+        await until(
+            lambda: not (not answered <= arrived or sender.queued_bytes), LIMIT_S
+        )
         async with (
             redis.asyncio.Redis.from_url(server.url("administrator")) as client,
             asyncio.timeout(LIMIT_S),
@@ -90,20 +96,26 @@ async def test_nothing_that_put_has_answered_is_lost_when_redis_is_killed_again_
         consumer.cancel()
 
 
-async def test_what_a_dead_controller_had_read_comes_again(server: EmbeddedServer) -> None:
+async def test_what_a_dead_controller_had_read_comes_again(
+    server: EmbeddedServer,
+) -> None:
     async with RedisSender(server.url("rollout"), "run", 100_000) as sender:
         async with RedisReceiver(server.url(), "run", without_seal) as first:
             for number in range(50):
                 await sender.put(name(number), b"x" * 100, timeout_s=LIMIT_S)
             assert await get(first) == name(0)
         async with RedisReceiver(server.url(), "run", without_seal) as second:
-            assert [await get(second) for _ in range(50)] == [name(n) for n in range(50)]
+            assert [await get(second) for _ in range(50)] == [
+                name(n) for n in range(50)
+            ]
             await second.acknowledge(name(n) for n in range(50))
         async with redis.asyncio.Redis.from_url(server.url("administrator")) as client:
             assert await client.xlen(STREAM) == 0
 
 
-async def test_an_entry_that_was_added_twice_is_delivered_once_and_deleted_twice(server):
+async def test_an_entry_that_was_added_twice_is_delivered_once_and_deleted_twice(
+    server,
+):
     async with (
         RedisReceiver(server.url(), "run", without_seal) as receiver,
         RedisSender(server.url("rollout"), "run", 1_000) as sender,
@@ -170,15 +182,21 @@ async def test_a_redis_that_stays_away_is_reported_with_its_name_and_without_its
     (message,) = causes(caught.value)
     assert "valkey.sock does not answer within 0.3 s" in message
     # The server may have ended of itself, which only its own log says.
-    assert message.endswith("; its own log says more: it ends, for example, when its disk is full")
+    assert message.endswith(
+        "; its own log says more: it ends, for example, when its disk is full"
+    )
     assert server.password_file("controller").read_text() not in message
     with pytest.raises(QueueError, match="does not answer within 0.2 s"):
         async with RedisSender(server.url("rollout"), "run", 1_000, patience_s=0.2):
             pass
 
 
-async def test_put_names_a_lost_redis_and_may_be_tried_again(server: EmbeddedServer) -> None:
-    async with RedisSender(server.url("rollout"), "run", 1_000, patience_s=LIMIT_S) as sender:
+async def test_put_names_a_lost_redis_and_may_be_tried_again(
+    server: EmbeddedServer,
+) -> None:
+    async with RedisSender(
+        server.url("rollout"), "run", 1_000, patience_s=LIMIT_S
+    ) as sender:
         await kill(server)
         # The dispatcher tries again after this error: the server and its engine live on.
         with pytest.raises(TrajectoryQueueFull, match="does not answer within 0.2 s"):
@@ -189,7 +207,9 @@ async def test_put_does_not_call_a_silent_redis_full(server: EmbeddedServer) -> 
     async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
         os.kill(server.pid, signal.SIGSTOP)
         try:
-            message = "valkey.sock has room for 1 bytes and did not store them within 0.2 s$"
+            message = (
+                "valkey.sock has room for 1 bytes and did not store them within 0.2 s$"
+            )
             with pytest.raises(TrajectoryQueueFull, match=message):
                 await sender.put(name(0), b"x", timeout_s=0.2)
         finally:
@@ -203,7 +223,9 @@ async def test_a_redis_that_accepts_calls_and_is_silent_is_told_with_a_cause(ser
 
     connection = RedisConnection(server.url(), "run")
     connection.reconnect_timeout_s = 0.1
-    with pytest.raises(QueueError, match=r"within 0.1 s: a call had no answer for 10 s; its own"):
+    with pytest.raises(
+        QueueError, match=r"within 0.1 s: a call had no answer for 10 s; its own"
+    ):
         await connection.persistently(silent)
     await connection.client.aclose()
 
@@ -243,7 +265,9 @@ async def test_a_redis_that_hides_its_settings_is_used_with_a_warning(server, ca
     assert "secret" not in caplog.text
 
 
-async def test_a_wrong_password_is_reported_at_once_with_the_user(server: EmbeddedServer) -> None:
+async def test_a_wrong_password_is_reported_at_once_with_the_user(
+    server: EmbeddedServer,
+) -> None:
     with pytest.raises(ConfigError) as caught:
         async with RedisSender(server.url("rollout") + "x", "run", 1_000):
             pass
@@ -253,7 +277,9 @@ async def test_a_wrong_password_is_reported_at_once_with_the_user(server: Embedd
     )
 
 
-async def test_a_missing_right_on_keys_ends_a_sender_without_its_data_in_the_message(server):
+async def test_a_missing_right_on_keys_ends_a_sender_without_its_data_in_the_message(
+    server,
+):
     # The server's own message names neither command nor key.
     url = await set_user(server, "+@all", "resetkeys", "~*:bytes")
     with pytest.raises((ConfigError, BaseExceptionGroup)) as caught:
@@ -265,8 +291,12 @@ async def test_a_missing_right_on_keys_ends_a_sender_without_its_data_in_the_mes
     }
 
 
-async def test_a_sender_does_not_begin_before_the_controller_has(server: EmbeddedServer) -> None:
-    with pytest.raises(QueueError, match="does not know run new: the controller opens its queue"):
+async def test_a_sender_does_not_begin_before_the_controller_has(
+    server: EmbeddedServer,
+) -> None:
+    with pytest.raises(
+        QueueError, match="does not know run new: the controller opens its queue"
+    ):
         async with RedisSender(server.url("rollout"), "new", 1_000):
             pass
 
@@ -276,7 +306,9 @@ async def test_a_url_of_another_kind_is_refused() -> None:
         RedisSender("http://localhost", "run", 1_000)
 
 
-async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(server, tmp_path):
+async def test_an_empty_redis_after_a_restart_stops_sender_and_receiver(
+    server, tmp_path
+):
     async def lose_everything() -> None:
         await kill(server)
         shutil.rmtree(tmp_path / "valkey" / "appendonlydir")

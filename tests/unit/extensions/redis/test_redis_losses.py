@@ -73,16 +73,33 @@ async def flush(client: redis.asyncio.Redis) -> None:
 @pytest.mark.parametrize(
     ("lose", "shows"),
     [
-        (delete_stream, "lost data of run run: the stream or its group is gone; " + WHAT_TO_DO),
-        (delete_group, "lost data of run run: the stream or its group is gone; " + WHAT_TO_DO),
+        (
+            delete_stream,
+            "lost data of run run: the stream or its group is gone; " + WHAT_TO_DO,
+        ),
+        (
+            delete_group,
+            "lost data of run run: the stream or its group is gone; " + WHAT_TO_DO,
+        ),
         (flush, "lost data of run run: the stream or its group is gone; " + WHAT_TO_DO),
-        (lose_an_unread_entry, "run run: it counts 5 entries added, and 4 came; " + WHAT_TO_DO),
-        (trim_stream, "lost data of run run: it has 1 of 3 entries that wait; " + WHAT_TO_DO),
+        (
+            lose_an_unread_entry,
+            "run run: it counts 5 entries added, and 4 came; " + WHAT_TO_DO,
+        ),
+        (
+            trim_stream,
+            "lost data of run run: it has 1 of 3 entries that wait; " + WHAT_TO_DO,
+        ),
         (delete_bytes, "does not know run run: the controller opens its queue first"),
-        (spoil_bytes, "bytes holds b'many', which is no number of bytes; delete this key"),
+        (
+            spoil_bytes,
+            "bytes holds b'many', which is no number of bytes; delete this key",
+        ),
     ],
 )
-async def test_a_receiver_notices_what_is_lost_beside_it(server, administrator, lose, shows):
+async def test_a_receiver_notices_what_is_lost_beside_it(
+    server, administrator, lose, shows
+):
     with pytest.raises(BaseExceptionGroup) as caught:
         async with (
             asyncio.timeout(LIMIT_S),
@@ -104,7 +121,9 @@ async def test_a_receiver_notices_what_is_lost_beside_it(server, administrator, 
 
 
 @pytest.mark.parametrize("lose", [delete_stream, delete_bytes, spoil_bytes, flush])
-async def test_a_sender_notices_a_loss_and_never_counts_below_zero(server, administrator, lose):
+async def test_a_sender_notices_a_loss_and_never_counts_below_zero(
+    server, administrator, lose
+):
     async with (
         RedisReceiver(server.url(), "run", without_seal) as receiver,
         RedisSender(server.url("rollout"), "run", 10_000) as before,
@@ -191,7 +210,9 @@ async def older_files(server: EmbeddedServer, folder: Path) -> AsyncIterator[Non
     await server.start()
 
 
-async def test_older_files_are_noticed_by_the_receiver(server: EmbeddedServer, tmp_path: Path):
+async def test_older_files_are_noticed_by_the_receiver(
+    server: EmbeddedServer, tmp_path: Path
+):
     folder = tmp_path / "valkey" / "appendonlydir"
     with pytest.raises(BaseExceptionGroup) as caught:
         async with (
@@ -232,7 +253,9 @@ async def test_what_older_files_lack_is_missing_in_the_next_delivery(server, tmp
 
 
 @pytest.mark.parametrize("lose", [trim_stream, delete_bytes])
-async def test_the_next_receiver_delivers_what_is_left(server, administrator, lose) -> None:
+async def test_the_next_receiver_delivers_what_is_left(
+    server, administrator, lose
+) -> None:
     async with RedisReceiver(server.url(), "run", without_seal) as first:
         assert first.is_new
         async with RedisSender(server.url("rollout"), "run", 10_000) as sender:
@@ -242,7 +265,10 @@ async def test_the_next_receiver_delivers_what_is_left(server, administrator, lo
                 await first.get()
     await lose(administrator)
     num_entries = await administrator.xlen(STREAM)
-    async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run", without_seal) as second:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        RedisReceiver(server.url(), "run", without_seal) as second,
+    ):
         assert not second.is_new
         assert second.added == first.added == 3
         assert len(second.backlog) == num_entries
@@ -250,7 +276,9 @@ async def test_the_next_receiver_delivers_what_is_left(server, administrator, lo
             assert sender.queued_bytes == 100 * num_entries
             await sender.put(name(9), b"x" * 100, timeout_s=LIMIT_S)
             names = [(await second.get()).trajectory_id for _ in range(num_entries + 1)]
-            assert names == [*(name(number) for number in range(3))][3 - num_entries :] + [name(9)]
+            assert names == [*(name(number) for number in range(3))][
+                3 - num_entries :
+            ] + [name(9)]
             await second.acknowledge(names)
             await until(lambda: not sender.queued_bytes)
 
@@ -263,7 +291,9 @@ async def test_a_sender_delivers_what_it_holds_to_a_controller_that_begins_anew(
     async with RedisSender(server.url("rollout"), "run", 1_000) as sender:
         await sender.put(name(0), b"x" * 900, timeout_s=LIMIT_S)
         async with asyncio.TaskGroup() as group:
-            waits = group.create_task(sender.put(name(1), b"x" * 900, timeout_s=LIMIT_S))
+            waits = group.create_task(
+                sender.put(name(1), b"x" * 900, timeout_s=LIMIT_S)
+            )
             await asyncio.sleep(0)
             assert not waits.done()
             async with administrator.pipeline(transaction=True) as pipeline:
@@ -282,11 +312,26 @@ async def test_a_sender_delivers_what_it_holds_to_a_controller_that_begins_anew(
 @pytest.mark.parametrize(
     ("bad", "rule"),
     [
-        (dict(sent={"trajectories": 2**64 - 1}), "Amount.trajectories must be between 0 and 1e+15"),
-        (dict(sent={"tokens": 10**18}), "sent.tokens must be between 0 and 1e+15, got 10000000000"),
-        (dict(tokens=2**64 - 1), "DeliverRequest.tokens must be between 0 and 4.1943e+06"),
-        (dict(trajectory_id="g" * 200), "trajectory_id must have at most 128 bytes, got 200"),
-        (dict(trajectory_id="g\x1b[2J"), "trajectory_id must hold ASCII letters, digits and"),
+        (
+            dict(sent={"trajectories": 2**64 - 1}),
+            "Amount.trajectories must be between 0 and 1e+15",
+        ),
+        (
+            dict(sent={"tokens": 10**18}),
+            "sent.tokens must be between 0 and 1e+15, got 10000000000",
+        ),
+        (
+            dict(tokens=2**64 - 1),
+            "DeliverRequest.tokens must be between 0 and 4.1943e+06",
+        ),
+        (
+            dict(trajectory_id="g" * 200),
+            "trajectory_id must have at most 128 bytes, got 200",
+        ),
+        (
+            dict(trajectory_id="g\x1b[2J"),
+            "trajectory_id must hold ASCII letters, digits and",
+        ),
     ],
 )
 async def test_an_entry_out_of_the_bounds_of_grpc_is_removed_with_its_cause(
@@ -318,10 +363,27 @@ async def redis_server(folder: Path) -> AsyncIterator[Callable[[str], str]]:
     users = [f"user {user.name} on >secret {user.rules}" for user in USERS.values()]
     lines = [DEFAULT_USER, *users]
     (folder / "users.acl").write_text("".join(f"{line}\n" for line in lines))
-    command = [REDIS_SERVER, "--port", "0", "--unixsocket", str(socket), "--dir", str(folder)]
-    command += ["--aclfile", str(folder / "users.acl"), "--save", "", "--appendonly", "yes"]
+    command = [
+        REDIS_SERVER,
+        "--port",
+        "0",
+        "--unixsocket",
+        str(socket),
+        "--dir",
+        str(folder),
+    ]
+    command += [
+        "--aclfile",
+        str(folder / "users.acl"),
+        "--save",
+        "",
+        "--appendonly",
+        "yes",
+    ]
     command += ["--appendfsync", "always"]
-    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=asyncio.subprocess.DEVNULL
+    )
 
     def url(user: str) -> str:
         return f"unix://{user}:secret@{socket}"
@@ -345,7 +407,9 @@ async def answers(url: str) -> bool:
 
 
 @needs_redis_server
-async def test_debians_redis_keeps_everything_with_the_documented_rights(tmp_path: Path) -> None:
+async def test_debians_redis_keeps_everything_with_the_documented_rights(
+    tmp_path: Path,
+) -> None:
     async with (
         redis_server(tmp_path) as url,
         RedisReceiver(url("controller"), "run", without_seal) as first,
@@ -369,7 +433,10 @@ async def test_debians_redis_keeps_everything_with_the_documented_rights(tmp_pat
 async def test_an_entry_of_another_release_is_named_and_not_read_in_part(
     server, administrator, caplog
 ):
-    async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run", without_seal):
+    async with (
+        asyncio.timeout(LIMIT_S),
+        RedisReceiver(server.url(), "run", without_seal),
+    ):
         request = trajectory_pb2.DeliverRequest(trajectory=b"x", trajectory_id=name(0))
         # A field that this release does not know.
         data = request.SerializeToString() + b"\xf8\x7c\x07"

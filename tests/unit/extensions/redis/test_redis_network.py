@@ -31,7 +31,9 @@ def url_through(network: BadNetwork, server: EmbeddedServer) -> str:
     return f"redis://{network.address}?username={user}&password={password}"
 
 
-async def test_a_transaction_whose_answer_never_comes_ends_in_time(server, network, monkeypatch):
+async def test_a_transaction_whose_answer_never_comes_ends_in_time(
+    server, network, monkeypatch
+):
     """Redis watches a key for it, and redis-py waits without a limit to say that this is over."""
     async with RedisReceiver(server.url(), "run", without_seal):
         pass
@@ -73,7 +75,11 @@ async def test_a_primary_that_is_a_replica_for_a_while_loses_and_repeats_nothing
             await administrator.execute_command("REPLICAOF", "127.0.0.1", "1")
             putting = asyncio.create_task(sender.put(name(4), b"x", timeout_s=LIMIT_S))
             # The receiver and the sender.
-            await until(lambda: caplog.text.count("was lost: You can't write against a read") == 2)
+            await until(
+                lambda: (
+                    caplog.text.count("was lost: You can't write against a read") == 2
+                )
+            )
             await administrator.execute_command("REPLICAOF", "NO", "ONE")
             await putting
             took = [(await receiver.get()).trajectory_id for _ in range(5)]
@@ -82,19 +88,31 @@ async def test_a_primary_that_is_a_replica_for_a_while_loses_and_repeats_nothing
     assert took == [name(number) for number in range(5)]
 
 
-async def test_a_replica_is_not_told_as_a_loss_of_data(server, administrator, monkeypatch):
+async def test_a_replica_is_not_told_as_a_loss_of_data(
+    server, administrator, monkeypatch
+):
     monkeypatch.setattr(connection.RedisConnection, "reconnect_timeout_s", 0.1)
     with pytest.raises(ExceptionGroup) as caught:
-        async with asyncio.timeout(LIMIT_S), RedisReceiver(server.url(), "run", without_seal):
+        async with (
+            asyncio.timeout(LIMIT_S),
+            RedisReceiver(server.url(), "run", without_seal),
+        ):
             await administrator.execute_command("REPLICAOF", "127.0.0.1", "1")
             await asyncio.sleep(LIMIT_S)
     (cause,) = causes(caught.value)
     assert "within 0.1 s: You can't write against a read only replica" in cause
 
 
-async def test_each_outage_is_told_and_none_is_remembered_once_redis_answers(caplog) -> None:
+async def test_each_outage_is_told_and_none_is_remembered_once_redis_answers(
+    caplog,
+) -> None:
     redis_connection = RedisConnection("redis://127.0.0.1:9", "run")
-    answers = [RedisConnectionError("refused"), None, RedisConnectionError("reset"), None]
+    answers = [
+        RedisConnectionError("refused"),
+        None,
+        RedisConnectionError("reset"),
+        None,
+    ]
 
     async def call() -> None:
         answer = answers.pop(0)
@@ -117,7 +135,8 @@ async def test_a_node_of_a_cluster_is_named_as_such() -> None:
     async with BadNetwork("127.0.0.1:9") as network:
         network.page = b"-MOVED 12182 10.0.0.7:6379\r\n"
         message = (
-            rf"redis://{network.address} is part of a cluster, which .* run at 10.0.0.7:6379: "
+            rf"redis://{network.address} is part of a cluster, which .* run at "
+            rf"10.0.0.7:6379: "
         )
         with pytest.raises(ConfigError, match=message):
             async with RedisSender(f"redis://{network.address}", "run", 1_000):

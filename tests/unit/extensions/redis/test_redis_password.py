@@ -16,12 +16,18 @@ def test_a_url_without_a_users_table_stays_as_it_is():
 
 
 def test_a_missing_password_file_is_named(tmp_path):
-    section = QueueSection(redis_url="rediss://queue", controller=table("a", tmp_path / "none"))
-    with pytest.raises(ConfigError, match=r"queue.controller.password_file: .*/none: No such file"):
+    section = QueueSection(
+        redis_url="rediss://queue", controller=table("a", tmp_path / "none")
+    )
+    with pytest.raises(
+        ConfigError, match=r"queue.controller.password_file: .*/none: No such file"
+    ):
         redis_url_of(section, "controller")
 
 
-@pytest.mark.parametrize("url", ["redis://queue:6379", "redis://user:word@10.0.0.1:6379/0"])
+@pytest.mark.parametrize(
+    "url", ["redis://queue:6379", "redis://user:word@10.0.0.1:6379/0"]
+)
 def test_another_machine_is_reached_through_tls_only(url):
     with pytest.raises(ConfigError, match="is not loopback: use rediss://"):
         redis_url_of(QueueSection(redis_url=url), "controller")
@@ -38,7 +44,10 @@ def test_each_end_of_the_queue_has_the_user_of_its_table(tmp_path):
     for end, user in (("controller", "reader"), ("rollout_server", "writer")):
         connection = RedisConnection(redis_url_of(section, end), "run")
         options = connection.client.connection_pool.connection_kwargs
-        assert (options["username"], options["password"]) == (user, f"{user}'s p@ss&w=rd/ +")
+        assert (options["username"], options["password"]) == (
+            user,
+            f"{user}'s p@ss&w=rd/ +",
+        )
         assert options["ssl_ca_certs"] == "ca.pem"
         assert connection.user == user
         assert connection.name == "rediss://queue.example:6380/0"
@@ -94,7 +103,9 @@ def test_a_url_that_lets_anybody_answer_is_refused(option):
     ],
 )
 def test_an_address_that_cannot_be_read_is_refused_without_its_password(url):
-    with pytest.raises(ConfigError, match=r"redis_url must be redis://HOST:PORT/DB, ") as caught:
+    with pytest.raises(
+        ConfigError, match=r"redis_url must be redis://HOST:PORT/DB, "
+    ) as caught:
         small_config(queue={"kind": "redis", "redis_url": url})
     for part in ("hun", "ter2", "12"):
         assert part not in str(caught.value)

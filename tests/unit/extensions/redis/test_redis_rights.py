@@ -25,7 +25,9 @@ def arguments_of(rules: str) -> list[str]:
 
 @pytest.mark.parametrize("user", USERS.values(), ids=NAMES)
 def test_the_documented_line_gives_the_rights_of_the_user(user: QueueUser) -> None:
-    (line,) = re.findall(rf"^redis-cli (ACL SETUSER {user.name} .*)$", PAGE.read_text(), re.M)
+    (line,) = re.findall(
+        rf"^redis-cli (ACL SETUSER {user.name} .*)$", PAGE.read_text(), re.M
+    )
     assert shlex.split(line) == [
         "ACL",
         "SETUSER",
@@ -42,19 +44,31 @@ def test_the_documented_line_gives_the_rights_of_the_user(user: QueueUser) -> No
     [
         *(("rollout_server", right) for right in ("xadd", "watch", "incrby", "get")),
         *(("controller", right) for right in ("incrby", "get", "xinfo|stream")),
-        *(("controller", right) for right in ("xgroup|create", "xreadgroup", "xrange", "xdel")),
+        *(
+            ("controller", right)
+            for right in ("xgroup|create", "xreadgroup", "xrange", "xdel")
+        ),
     ],
 )
-async def test_a_user_who_lacks_a_right_has_one_line_with_its_name(end, right, tmp_path):
+async def test_a_user_who_lacks_a_right_has_one_line_with_its_name(
+    end, right, tmp_path
+):
     less = re.sub(rf"\+{re.escape(right)} ", "", USERS[end].rules)
     rules = {user.name: user.rules for user in USERS.values()} | {USERS[end].name: less}
-    async with EmbeddedServer(tmp_path / "valkey", rules) as server, asyncio.timeout(LIMIT_S):
+    async with (
+        EmbeddedServer(tmp_path / "valkey", rules) as server,
+        asyncio.timeout(LIMIT_S),
+    ):
         with pytest.raises((ConfigError, BaseExceptionGroup)) as caught:
             async with (
-                RedisReceiver(server.url("controller"), "run", without_seal) as receiver,
+                RedisReceiver(
+                    server.url("controller"), "run", without_seal
+                ) as receiver,
                 RedisSender(server.url("rollout"), "run", 10_000) as sender,
             ):
-                await sender.put(TrajectoryId("run/g0/0/0"), b"x" * 100, timeout_s=LIMIT_S)
+                await sender.put(
+                    TrajectoryId("run/g0/0/0"), b"x" * 100, timeout_s=LIMIT_S
+                )
                 await receiver.acknowledge([(await receiver.get()).trajectory_id])
     cause: BaseException = caught.value
     while isinstance(cause, BaseExceptionGroup):

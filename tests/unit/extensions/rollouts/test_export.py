@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 from slipstream.client.run_folder import write_config
 from slipstream.core.errors import ConfigError
-from slipstream.extensions.rollouts.export import RolloutSelection, export_rollouts, main, ranges
+from slipstream.extensions.rollouts.export import (
+    RolloutSelection,
+    export_rollouts,
+    main,
+    ranges,
+)
 from slipstream.learner.controller.records.journal import batch_path
 from support.fakes.chat_models import make_chat_model
 from support.rigs.batch_messages import stored_batch
@@ -55,7 +60,8 @@ def batches_of(run: Path) -> dict[int, Path]:
     """The batch files by their steps, counted from 1."""
     journal = run / "journal"
     return {
-        record["step"] + 1: batch_path(journal, record["step"]) for record in batch_records(run)
+        record["step"] + 1: batch_path(journal, record["step"])
+        for record in batch_records(run)
     }
 
 
@@ -76,7 +82,9 @@ def test_each_trained_episode_is_a_row(whole_run: Path, tmp_path: Path) -> None:
     assert not list(remaining)
 
 
-def test_a_parquet_file_has_the_rows_of_a_file_of_lines(whole_run: Path, tmp_path: Path) -> None:
+def test_a_parquet_file_has_the_rows_of_a_file_of_lines(
+    whole_run: Path, tmp_path: Path
+) -> None:
     from pyarrow import parquet
 
     lines_file = tmp_path / "all.jsonl"
@@ -125,7 +133,11 @@ def test_steps_and_rewards_choose_rows(whole_run: Path, tmp_path: Path) -> None:
             RolloutSelection(min_reward=1e5),
             "no rollout of steps 1 to 4 has a reward of 100000",
         ),
-        ("out.parquet", RolloutSelection(min_reward=1e5), "choose a lower --min-reward"),
+        (
+            "out.parquet",
+            RolloutSelection(min_reward=1e5),
+            "choose a lower --min-reward",
+        ),
     ],
 )
 def test_a_choice_of_nothing_is_refused_and_nothing_is_written(
@@ -160,7 +172,9 @@ def test_removed_batches_are_named_with_the_steps_that_are_left(
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_a_damaged_batch_leaves_no_file(suffix: str, run_copy: Path, tmp_path: Path) -> None:
+def test_a_damaged_batch_leaves_no_file(
+    suffix: str, run_copy: Path, tmp_path: Path
+) -> None:
     damaged = batches_of(run_copy)[3]
     data = bytearray(damaged.read_bytes())
     data[-20] ^= 1
@@ -175,7 +189,9 @@ def test_steps_without_a_version_are_left_out(run_copy: Path, tmp_path: Path) ->
     log = run_copy / "journal" / "journal.log"
     lines = log.read_bytes().splitlines(keepends=True)
     records = records_of(run_copy)
-    last_step = max(place for place, record in enumerate(records) if record["kind"] == "step")
+    last_step = max(
+        place for place, record in enumerate(records) if record["kind"] == "step"
+    )
     shorter = b"".join(lines[:last_step])
     log.write_bytes(shorter)
     out = tmp_path / "out.jsonl"

@@ -4,7 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
-from slipstream.extensions.rollouts.messages import MessageReader, Unreadable, with_reply
+from slipstream.extensions.rollouts.messages import (
+    MessageReader,
+    Unreadable,
+    with_reply,
+)
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.chat import NO_INPUTS, ChatMessage, TemplateInputs
 from slipstream.rollout_server.episodes.renderer import TOOLS, Renderer, RenderingFailed
@@ -68,7 +72,9 @@ def with_prompt(renderer: Renderer, messages: list[ChatMessage]) -> list[int]:
 
 
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - NO_PROMPTS))
-def test_a_prompt_of_a_published_template_gives_its_messages_back(name, tmp_path: Path) -> None:
+def test_a_prompt_of_a_published_template_gives_its_messages_back(
+    name, tmp_path: Path
+) -> None:
     renderer = family_renderer(name, tmp_path)
     reader = MessageReader(renderer, NO_INPUTS)
     token_ids = renderer.prompt([QUESTION])
@@ -81,7 +87,9 @@ def test_a_prompt_of_a_published_template_gives_its_messages_back(name, tmp_path
 
 
 @pytest.mark.parametrize("name", sorted({*FAMILIES} - NO_REPLIES))
-def test_a_second_turn_of_a_published_template_gives_its_messages_back(name, tmp_path) -> None:
+def test_a_second_turn_of_a_published_template_gives_its_messages_back(
+    name, tmp_path
+) -> None:
     renderer = family_renderer(name, tmp_path)
     reader = MessageReader(renderer, NO_INPUTS)
     question = [QUESTION]
@@ -106,7 +114,9 @@ def test_a_second_turn_of_a_published_template_gives_its_messages_back(name, tmp
     assert again == token_ids
 
 
-def test_a_tokenizer_of_words_gives_texts_without_its_own_spaces(tmp_path: Path) -> None:
+def test_a_tokenizer_of_words_gives_texts_without_its_own_spaces(
+    tmp_path: Path,
+) -> None:
     make_tokenizer(tmp_path)
     reader = MessageReader(Renderer(tmp_path), NO_INPUTS)
     question = [ChatMessage("user", "a b")]
@@ -121,7 +131,9 @@ def test_white_space_around_a_text_is_kept(chat: Renderer) -> None:
     assert reader.prompt(token_ids) == [spaced]
 
 
-def test_earlier_replies_and_results_of_tools_are_messages_of_a_prompt(chat: Renderer) -> None:
+def test_earlier_replies_and_results_of_tools_are_messages_of_a_prompt(
+    chat: Renderer,
+) -> None:
     messages = [
         SYSTEM,
         QUESTION,
@@ -135,7 +147,9 @@ def test_earlier_replies_and_results_of_tools_are_messages_of_a_prompt(chat: Ren
     assert reader.prompt(token_ids) == messages
 
 
-def test_offered_tools_are_read_as_a_message_with_the_same_tokens(chat: Renderer) -> None:
+def test_offered_tools_are_read_as_a_message_with_the_same_tokens(
+    chat: Renderer,
+) -> None:
     token_ids = chat.prompt([QUESTION], TemplateInputs(TOOLS))
     reader = MessageReader(chat, NO_INPUTS)
     messages = reader.prompt(token_ids)
@@ -144,7 +158,9 @@ def test_offered_tools_are_read_as_a_message_with_the_same_tokens(chat: Renderer
     assert chat.prompt(messages) == token_ids
 
 
-def test_tokens_that_the_template_writes_for_no_messages_are_unreadable(chat: Renderer) -> None:
+def test_tokens_that_the_template_writes_for_no_messages_are_unreadable(
+    chat: Renderer,
+) -> None:
     reader = MessageReader(chat, NO_INPUTS)
     token_ids = chat.prompt([QUESTION])
     last_token = token_ids[-1]

@@ -46,7 +46,9 @@ def reply(content: str, *, weight: int = 1) -> dict[str, object]:
     }
 
 
-def one_turn(prompt: list[int], reply_tokens: list[int], **fields: object) -> Trajectory:
+def one_turn(
+    prompt: list[int], reply_tokens: list[int], **fields: object
+) -> Trajectory:
     lengths = [len(prompt), len(reply_tokens)]
     return plain_trajectory(
         prompt + reply_tokens,
@@ -106,7 +108,9 @@ def test_a_row_has_the_whole_conversation_and_each_reply(
     assert row["lag"] == 2.0
 
 
-def test_a_reply_that_was_cut_is_not_trained(renderer: Renderer, maker: RowMaker) -> None:
+def test_a_reply_that_was_cut_is_not_trained(
+    renderer: Renderer, maker: RowMaker
+) -> None:
     prompt = renderer.prompt([ASKED])
     reply_tokens = renderer.reply("Two", [ASKED])
     trajectory = one_turn(
@@ -119,7 +123,9 @@ def test_a_reply_that_was_cut_is_not_trained(renderer: Renderer, maker: RowMaker
     assert row["status"] == "truncated"
 
 
-def test_a_reply_of_nothing_but_its_end_is_not_trained(renderer: Renderer, maker: RowMaker) -> None:
+def test_a_reply_of_nothing_but_its_end_is_not_trained(
+    renderer: Renderer, maker: RowMaker
+) -> None:
     prompt = renderer.prompt([ASKED])
     reply_tokens = renderer.reply("Two", [ASKED])
     trajectory = one_turn(prompt, reply_tokens[-1:])

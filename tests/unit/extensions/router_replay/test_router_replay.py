@@ -31,20 +31,30 @@ class Layer(nn.Module):
         super().__init__()
         self.layer_number = number
         self.config = SimpleNamespace(
-            num_moe_experts=4, sequence_parallel=rank is not None, moe_router_fusion=False
+            num_moe_experts=4,
+            sequence_parallel=rank is not None,
+            moe_router_fusion=False,
         )
         self.mlp = nn.Module()
         self.mlp.router = nn.Module()
         self.mlp.router.router_replay = None
         self.mlp.tp_group = SimpleNamespace(rank=lambda: rank)
 
-    def forward(self, scores: Tensor, packed_seq_params: object) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, scores: Tensor, packed_seq_params: object
+    ) -> tuple[Tensor, Tensor]:
         return self.mlp.router.router_replay.get_replay_topk(
-            scores, 2, None, None, lambda scores, k, num_groups, group_topk: scores.topk(k)
+            scores,
+            2,
+            None,
+            None,
+            lambda scores, k, num_groups, group_topk: scores.topk(k),
         )
 
 
-def route(layer: Layer, scores: Tensor, expert_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+def route(
+    layer: Layer, scores: Tensor, expert_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
     return layer(scores, packed_seq_params=SimpleNamespace(expert_ids=expert_ids))
 
 
@@ -100,7 +110,9 @@ def metrics(chunks, ranks, unrecorded):
     return Routing(chunks).ends(policy, recorded(unrecorded))
 
 
-def recorded(unrecorded: float, recorded_here: frozenset[int] | None = None) -> SimpleNamespace:
+def recorded(
+    unrecorded: float, recorded_here: frozenset[int] | None = None
+) -> SimpleNamespace:
     """A batch of 100 tokens."""
     counts = (round(100 * (1 - unrecorded)), 100)
     return SimpleNamespace(recorded_here=recorded_here, recorded_tokens=lambda: counts)
@@ -109,7 +121,9 @@ def recorded(unrecorded: float, recorded_here: frozenset[int] | None = None) -> 
 def test_records_are_counted_by_the_rank_that_holds_them_and_once() -> None:
     def fraction(batch: SimpleNamespace, **place: object) -> float:
         ranks = SimpleNamespace(sum=lambda values: values, **place)
-        return Routing([]).ends(SimpleNamespace(ranks=ranks), batch)["routing_unrecorded"]
+        return Routing([]).ends(SimpleNamespace(ranks=ranks), batch)[
+            "routing_unrecorded"
+        ]
 
     # All hold everything: rank 0 counts.
     assert fraction(recorded(1.0), is_main=True) == 1.0
@@ -136,7 +150,9 @@ def test_choices_are_counted_once_where_a_layer_is_computed_twice() -> None:
     layers = [Layer(1), Layer(2)]
     for layer in layers:
         LayerReplay(layer)
-    recorded = torch.tensor([[[3, 0], [3, 2]], [[0, 1], [UNKNOWN, 1]]], dtype=torch.uint8)
+    recorded = torch.tensor(
+        [[[3, 0], [3, 2]], [[0, 1], [UNKNOWN, 1]]], dtype=torch.uint8
+    )
     for layer in layers:
         with torch.no_grad():
             route(layer, SCORES, recorded)
@@ -166,7 +182,9 @@ def test_choices_in_a_batch_that_was_set_aside_are_not_counted() -> None:
 class RecomputedExperts(Layer):
     """A layer whose experts alone are recomputed in a backward pass, if there is one."""
 
-    def forward(self, scores: Tensor, packed_seq_params: object) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, scores: Tensor, packed_seq_params: object
+    ) -> tuple[Tensor, Tensor]:
         with torch.no_grad():
             return super().forward(scores, packed_seq_params)
 
@@ -193,7 +211,9 @@ def test_routers_that_do_not_ask_are_noticed() -> None:
         metrics([layer], ranks, 0.5)
     fused = Layer()
     fused.config.moe_router_fusion = True
-    with pytest.raises(AssertionError, match="a fused router does not call RouterReplay"):
+    with pytest.raises(
+        AssertionError, match="a fused router does not call RouterReplay"
+    ):
         LayerReplay(fused)
 
 
@@ -204,7 +224,9 @@ def batch_with_experts(num_experts: int = 4):
     dtype = np.uint8 if num_experts < 256 else np.uint16
     expert_ids = np.arange(2 * length, dtype=dtype).reshape(length, 1, 2) % num_experts
     expert_ids[-1] = np.iinfo(dtype).max
-    first = dataclasses.replace(first, routed_experts=RoutedExperts(expert_ids, num_experts))
+    first = dataclasses.replace(
+        first, routed_experts=RoutedExperts(expert_ids, num_experts)
+    )
     return dataclasses.replace(batch, trajectories=(first, second))
 
 
@@ -216,7 +238,9 @@ def config(router_replay: str) -> Config:
 
 
 @pytest.mark.parametrize("num_experts", [4, 300])
-def test_experts_stay_with_their_token_and_missing_ones_are_marked(num_experts: int) -> None:
+def test_experts_stay_with_their_token_and_missing_ones_are_marked(
+    num_experts: int,
+) -> None:
     batch = batch_with_experts(num_experts)
     first, second = batch.trajectories
     sequences = training_sequences(batch, config("rollout"))
@@ -228,7 +252,10 @@ def test_experts_stay_with_their_token_and_missing_ones_are_marked(num_experts: 
     length = len(first.token_ids)
     expected = first.routed_experts.expert_ids.astype(np.int64)
     assert expert_ids[begin : begin + length].tolist() == expected.tolist()
-    assert micro_batch.token_ids[begin : begin + length].tolist() == first.token_ids.tolist()
+    assert (
+        micro_batch.token_ids[begin : begin + length].tolist()
+        == first.token_ids.tolist()
+    )
     rest = torch.cat([expert_ids[:begin], expert_ids[begin + length :]])
     assert len(rest) >= len(second.token_ids)
     assert (rest >= num_experts).all()
@@ -253,7 +280,10 @@ def test_experts_are_left_out_when_routers_choose() -> None:
     assert packed(sequences, [0, 1]).expert_ids is None
     plain = TrainingSequence.of_trajectories(
         batch.trajectories,
-        [TokenEstimates(np.zeros(t.num_sampled_tokens, np.float32)) for t in batch.trajectories],
+        [
+            TokenEstimates(np.zeros(t.num_sampled_tokens, np.float32))
+            for t in batch.trajectories
+        ],
         step=0,
     )
     assert all(sequence.expert_ids is None for sequence in plain)
@@ -269,7 +299,9 @@ def test_unrecorded_tokens_are_counted_without_the_last_of_each_trajectory() -> 
     complete = len(first.token_ids) - 1
     absent = len(second.token_ids) - 1
     assert unrecorded_fraction(first) == 0.0
-    assert unrecorded_fraction(first, second) == pytest.approx(absent / (complete + absent))
+    assert unrecorded_fraction(first, second) == pytest.approx(
+        absent / (complete + absent)
+    )
     assert unrecorded_fraction() == 1.0
 
 
@@ -283,15 +315,21 @@ def test_each_branch_has_the_experts_of_its_tokens_and_a_last_token_without() ->
         run_lengths=first.run_lengths * 2,
         behavior_logprobs=np.tile(first.behavior_logprobs, 2),
         version_spans=first.version_spans * 2,
-        routed_experts=RoutedExperts(np.tile(routed.expert_ids, (2, 1, 1)), routed.num_experts),
+        routed_experts=RoutedExperts(
+            np.tile(routed.expert_ids, (2, 1, 1)), routed.num_experts
+        ),
         branches=(Branch(len(first.run_lengths)),) * 2,
     )
     assert unrecorded_fraction(tree) == 0.0
     unknown_ids = tree.routed_experts.expert_ids.copy()
     unknown_ids[length] = 255
-    tree = dataclasses.replace(tree, routed_experts=RoutedExperts(unknown_ids, routed.num_experts))
+    tree = dataclasses.replace(
+        tree, routed_experts=RoutedExperts(unknown_ids, routed.num_experts)
+    )
     assert unrecorded_fraction(tree) == pytest.approx(1 / (2 * length - 2))
-    first_sequence, other = training_sequences(Batch(0, "batch", (tree,)), config("rollout"))
+    first_sequence, other = training_sequences(
+        Batch(0, "batch", (tree,)), config("rollout")
+    )
     assert first_sequence.expert_ids.tolist() == unknown_ids[:length].tolist()
     assert other.expert_ids.tolist() == unknown_ids[length:].tolist()
 
@@ -301,5 +339,7 @@ def test_experts_of_another_model_stop_the_step() -> None:
     sizes = {"num_layers": 1, "moe_router_topk": 2, "num_moe_experts": 4}
     check_experts(trajectories, SimpleNamespace(**sizes))
     for name in sizes:
-        with pytest.raises(RunFailed, match="has experts of 1 layers, 2 of 4 each, but the model"):
+        with pytest.raises(
+            RunFailed, match="has experts of 1 layers, 2 of 4 each, but the model"
+        ):
             check_experts(trajectories, SimpleNamespace(**sizes | {name: 3}))

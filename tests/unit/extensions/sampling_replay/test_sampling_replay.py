@@ -9,10 +9,16 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.kept_tokens import MAX_KEPT_TOKENS, KeptTokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Branch, Trajectory
-from slipstream.extensions.sampling_replay.settings import check_vocabulary, engine_arguments
+from slipstream.extensions.sampling_replay.settings import (
+    check_vocabulary,
+    engine_arguments,
+)
 from slipstream.extensions.sampling_replay.trainer import KeptTokenCounts
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.training_sequence import TrainingSequence, share_of_rank
+from slipstream.learner.trainer.batches.training_sequence import (
+    TrainingSequence,
+    share_of_rank,
+)
 from support.fakes.packed import packed
 from support.fakes.plain_trajectory import plain_trajectory
 from support.fakes.small_configs import NGRAM, config_with

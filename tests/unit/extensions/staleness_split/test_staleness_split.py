@@ -53,7 +53,9 @@ def test_the_weight_switches_it_on() -> None:
         ),
     ],
 )
-def test_what_excludes_it_is_refused_in_one_line(changes: dict[str, Any], rule: str) -> None:
+def test_what_excludes_it_is_refused_in_one_line(
+    changes: dict[str, Any], rule: str
+) -> None:
     assert rule in refusal_of(SPLIT | changes)
 
 
@@ -77,18 +79,24 @@ def test_the_behavior_ratio_of_a_loss_excludes_it() -> None:
     assert "weight must be 'none', got 'split'" in line
 
 
-def test_without_an_extension_that_scores_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_an_extension_that_scores_it_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     others = tuple(m for m in extension.installed() if not m.scores_versions)
     monkeypatch.setattr(extension, "installed", lambda: others)
     assert "and no installed extension computes them" in refusal_of(SPLIT)
 
 
-def test_a_replay_compares_no_weight_that_needs_versions_with_one_that_does_not() -> None:
+def test_a_replay_compares_no_weight_that_needs_versions_with_one_that_does_not() -> (
+    None
+):
     split = config_with(SPLIT)
     token = config_with(SPLIT | {"algorithm.weight": "token"})
     bounded = config_with(SPLIT | {"algorithm.weight_args": {"engine_cap": 1.5}})
     (problem,) = comparison_problems(split, token)
-    assert problem.startswith("algorithm.weight cannot be 'token' beside the run's 'split'")
+    assert problem.startswith(
+        "algorithm.weight cannot be 'token' beside the run's 'split'"
+    )
     assert [*comparison_problems(split, bounded)] == []
 
 
@@ -106,7 +114,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_memory_of_all_kept_versions_is_asked_for(
-    model: Path, free: int, total: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+    model: Path,
+    free: int,
+    total: int,
+    verdict: Verdict,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch, "free_memory", lambda: (free, total))
     config = config_with(SPLIT | {"model.path": str(model), "model.dtype": "float32"})
@@ -117,7 +129,10 @@ def test_memory_of_all_kept_versions_is_asked_for(
     assert finding is not None
     assert finding.verdict is verdict
     # Four versions of four bytes a parameter.
-    assert f"{16 * needs.parameters / 1e6:,.1f} MB for each trainer rank, 2 here" in finding.seen
+    assert (
+        f"{16 * needs.parameters / 1e6:,.1f} MB for each trainer rank, 2 here"
+        in finding.seen
+    )
 
 
 def test_a_checkpoint_has_room_for_the_older_versions(model: Path) -> None:
@@ -145,7 +160,9 @@ def checkpoint_with(folder: Path, models: list[str]) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 2, 3, 4])
-def test_a_run_goes_on_only_with_as_many_versions_as_it_has(tmp_path: Path, number: int) -> None:
+def test_a_run_goes_on_only_with_as_many_versions_as_it_has(
+    tmp_path: Path, number: int
+) -> None:
     config = config_with(SPLIT | {"run.dir": str(tmp_path), "run.name": "name"})
     scene = Scene(config)
     launch.check_checkpoint(scene)
@@ -154,5 +171,7 @@ def test_a_run_goes_on_only_with_as_many_versions_as_it_has(tmp_path: Path, numb
     if number == 3:
         launch.check_checkpoint(scene)
         return
-    with pytest.raises(ConfigError, match=f"needs the weights of 3 .* has {number}: go on with"):
+    with pytest.raises(
+        ConfigError, match=f"needs the weights of 3 .* has {number}: go on with"
+    ):
         launch.check_checkpoint(scene)

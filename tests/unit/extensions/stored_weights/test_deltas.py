@@ -45,7 +45,9 @@ def test_elements_lie_in_blocks_of_256() -> None:
 
 
 def test_a_bucket_travels_whole_when_its_payload_is_longer_than_half_of_it() -> None:
-    max_changed = max(c for c in range(1000) if payload_parts(BUCKET, c)[2] <= BUCKET.num_bytes / 2)
+    max_changed = max(
+        c for c in range(1000) if payload_parts(BUCKET, c)[2] <= BUCKET.num_bytes / 2
+    )
     assert 320 < max_changed < 333
     assert not travels_whole(BUCKET, max_changed)
     assert travels_whole(BUCKET, max_changed + 16)

@@ -44,7 +44,9 @@ class Rig:
         self.orders = FetchOrders(self.stored, self.reports.append, tasks)
 
     def start(self, publish_id: str) -> None:
-        self.orders.start(fleet_pb2.PreparePublish(publish_id=publish_id, stored=self.manifest))
+        self.orders.start(
+            fleet_pb2.PreparePublish(publish_id=publish_id, stored=self.manifest)
+        )
 
     def write_changes(self) -> None:
         """The next version, which changes a hundredth of the one before."""
@@ -70,7 +72,9 @@ class Rig:
     def completed(self, publish_id: str) -> fleet_pb2.ReceiveWeights:
         order = weights_pb2.PublishOrder(publish_id=publish_id)
         order.communicator.transport = "storage"
-        message = fleet_pb2.ControllerMessage(receive=fleet_pb2.ReceiveWeights(order=order))
+        message = fleet_pb2.ControllerMessage(
+            receive=fleet_pb2.ReceiveWeights(order=order)
+        )
         return self.orders.completed(message).receive
 
 
@@ -82,7 +86,9 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
         rig.orders.close()
 
 
-async def test_an_order_to_load_gets_layout_and_file_of_what_was_fetched(tmp_path: Path) -> None:
+async def test_an_order_to_load_gets_layout_and_file_of_what_was_fetched(
+    tmp_path: Path,
+) -> None:
     async with rig(tmp_path) as scene:
         scene.start("s1")
         await asyncio.sleep(0.05)
@@ -106,7 +112,10 @@ async def test_a_newer_version_ends_the_fetch_of_an_older_one(tmp_path: Path) ->
         await scene.until_reported(1)
         scene.stored.gate.set()
         await scene.until_reported(2)
-        assert [(r.publish_id, r.phase) for r in scene.reports] == [("s1", FAILED), ("s2", READY)]
+        assert [(r.publish_id, r.phase) for r in scene.reports] == [
+            ("s1", FAILED),
+            ("s2", READY),
+        ]
         assert scene.completed("s1").order.communicator.path == ""
 
 

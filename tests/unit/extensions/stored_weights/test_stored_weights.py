@@ -51,7 +51,9 @@ class Scene:
         self.server = self.opened()
 
     def opened(self, **settings: Any) -> StoredWeights:
-        return StoredWeights(WeightsSection(storage_url=self.url, **settings), self._folder)
+        return StoredWeights(
+            WeightsSection(storage_url=self.url, **settings), self._folder
+        )
 
     def fetch(self, step: int) -> Fetched:
         """Has the server fetch a version, which is whole then."""
@@ -110,7 +112,9 @@ def flip(path: Path) -> None:
         (Path.unlink, "could not read run/v1/0-00000"),
     ],
 )
-def test_a_damaged_link_is_named_and_leaves_no_version(in_files: Scene, damage, said) -> None:
+def test_a_damaged_link_is_named_and_leaves_no_version(
+    in_files: Scene, damage, said
+) -> None:
     in_files.fetch(0)
     link = Path(in_files.url) / "run" / "v1" / "0-00000"
     content = link.read_bytes()
@@ -122,7 +126,9 @@ def test_a_damaged_link_is_named_and_leaves_no_version(in_files: Scene, damage, 
     assert in_files.fetch(1).num_links == 2
 
 
-def test_a_payload_that_its_manifest_describes_wrong_is_an_error_of_the_publish(scene: Scene):
+def test_a_payload_that_its_manifest_describes_wrong_is_an_error_of_the_publish(
+    scene: Scene,
+):
     scene.fetch(0)
     changed = scene.versions.chain[1].delta.changed
     # A further or less, so that it is as long.
@@ -142,18 +148,27 @@ def test_a_damaged_manifest_is_refused(in_files: Scene, damage: Any) -> None:
 
 def test_a_manifest_of_a_version_written_again_is_another_one(scene: Scene) -> None:
     # A trainer that was killed and resumed may write other bytes for the same step.
-    scene.versions.write(0, changed_content(first_content(), share=0.5, seed=1), whole=True)
+    scene.versions.write(
+        0, changed_content(first_content(), share=0.5, seed=1), whole=True
+    )
     with pytest.raises(WeightSyncError, match="other bytes in run/v0/manifest"):
         scene.fetch(0)
 
 
-def test_storage_that_hangs_is_named_with_its_limit(in_files: Scene, monkeypatch) -> None:
-    in_files.server, release = in_files.opened(storage_deadline_s=1.0), threading.Event()
+def test_storage_that_hangs_is_named_with_its_limit(
+    in_files: Scene, monkeypatch
+) -> None:
+    in_files.server, release = (
+        in_files.opened(storage_deadline_s=1.0),
+        threading.Event(),
+    )
     monkeypatch.setattr(
         "fsspec.implementations.local.LocalFileSystem.cat_file",
         lambda *_, **__: release.wait(LIMIT_S) and b"",
     )
-    with pytest.raises(WeightSyncError, match=r"within 1 s \(weights.storage_deadline_s\)"):
+    with pytest.raises(
+        WeightSyncError, match=r"within 1 s \(weights.storage_deadline_s\)"
+    ):
         in_files.fetch(0)
     release.set()
 
@@ -165,7 +180,9 @@ def test_an_abandoned_fetch_ends_at_once(scene: Scene) -> None:
         scene.server.fetch(scene.manifests[0], abandoned)
 
 
-def test_a_full_disk_of_the_server_is_an_error_of_the_publish(scene: Scene, monkeypatch) -> None:
+def test_a_full_disk_of_the_server_is_an_error_of_the_publish(
+    scene: Scene, monkeypatch
+) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -180,7 +197,9 @@ def test_a_full_disk_of_the_server_is_an_error_of_the_publish(scene: Scene, monk
     ("spoil", "cause"),
     [(Path.unlink, "No such file"), (truncate, "length is greater than file size")],
 )
-def test_a_fetched_file_that_is_gone_or_cut_is_fetched_again(scene: Scene, spoil, cause) -> None:
+def test_a_fetched_file_that_is_gone_or_cut_is_fetched_again(
+    scene: Scene, spoil, cause
+) -> None:
     spoil(scene.fetch(0).path)
     with pytest.raises(WeightSyncError, match=cause):
         scene.fetch(1)
@@ -188,13 +207,17 @@ def test_a_fetched_file_that_is_gone_or_cut_is_fetched_again(scene: Scene, spoil
 
 
 def test_a_url_that_fsspec_cannot_open_is_a_wrong_setting() -> None:
-    with pytest.raises(ValueError, match="weights.storage_url must be .* got nothing://x"):
+    with pytest.raises(
+        ValueError, match="weights.storage_url must be .* got nothing://x"
+    ):
         Storage("nothing://x")
 
 
 def test_a_manifest_out_of_the_bounds_of_messages_is_refused(scene: Scene) -> None:
     scene.versions.chain[0].bucket_digests.append(bytes(65))
-    with pytest.raises(WeightSyncError, match=r"odd is no manifest: .*must have at most 64 bytes"):
+    with pytest.raises(
+        WeightSyncError, match=r"odd is no manifest: .*must have at most 64 bytes"
+    ):
         scene.server.fetch(scene.versions.manifest("odd"), NEVER)
 
 

@@ -19,7 +19,13 @@ from slipstream.learner.trainer.weights.publish import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2
-from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, packed, run_ranks
+from support.ranks.thread_ranks import (
+    PlainFilling,
+    PlainModel,
+    ThreadRanks,
+    packed,
+    run_ranks,
+)
 from support.rigs.waiting import LIMIT_S
 
 BUCKET_BYTES = 8_000
@@ -36,7 +42,9 @@ class Client:
         self.is_away = False
         self.epoch = "1"
 
-    def report_stored(self, report: trainer_pb2.StoredReport) -> trainer_pb2.StoredReceipt:
+    def report_stored(
+        self, report: trainer_pb2.StoredReport
+    ) -> trainer_pb2.StoredReceipt:
         if self.is_away:
             raise RunFailed("the controller is away")
         self.reports.append(report)
@@ -51,9 +59,9 @@ class Trainer:
         self.weights = WeightsSection(storage_url=str(root), **settings)
         random = torch.Generator().manual_seed(0)
         self.tensors = {
-            TensorSpec(name, "bfloat16", (size,), sender): torch.randn(size, generator=random).to(
-                torch.bfloat16
-            )
+            TensorSpec(name, "bfloat16", (size,), sender): torch.randn(
+                size, generator=random
+            ).to(torch.bfloat16)
             for name, (size, sender) in SHAPES.items()
         }
         self.contents: list[bytes] = []
@@ -97,7 +105,9 @@ class Trainer:
 
     def note(self, stream: WeightStream) -> None:
         """Notes what the version holds that is written now."""
-        self.contents.append(b"".join(packed(bucket, self.tensors) for bucket in stream.buckets))
+        self.contents.append(
+            b"".join(packed(bucket, self.tensors) for bucket in stream.buckets)
+        )
 
     def few(self) -> None:
         """Changes one of a hundred elements."""
@@ -109,7 +119,9 @@ class Trainer:
         return server.fetch(report.stored, threading.Event()).path.read_bytes()
 
     def files(self) -> set[str]:
-        return {str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file()}
+        return {
+            str(p.relative_to(self.root)) for p in self.root.rglob("*") if p.is_file()
+        }
 
 
 def same() -> None:
@@ -120,7 +132,9 @@ def meddle(monkeypatch: pytest.MonkeyPatch, act: Callable[[str, bytes], None]) -
     """Lets `act` see each file before it is written; it may raise."""
     write = LocalFileSystem.pipe_file
 
-    def meddled(files: LocalFileSystem, path: str, value: bytes, **options: Any) -> None:
+    def meddled(
+        files: LocalFileSystem, path: str, value: bytes, **options: Any
+    ) -> None:
         act(path, value)
         write(files, path, value, **options)
 
@@ -165,7 +179,12 @@ def test_a_chain_longer_than_the_whole_is_not_continued(tmp_path: Path) -> None:
 
     reports = trainer.write(same, many, trainer.few, trainer.few)
     num_buckets = len(trainer.contents[0])
-    assert [report.num_bytes == num_buckets for report in reports] == [True, True, True, False]
+    assert [report.num_bytes == num_buckets for report in reports] == [
+        True,
+        True,
+        True,
+        False,
+    ]
     assert trainer.fetched(reports[-1], tmp_path / "a") == trainer.contents[-1]
 
 
@@ -193,7 +212,9 @@ def test_what_a_killed_trainer_left_is_removed_by_the_next_one(tmp_path: Path) -
     assert trainer.fetched(report, tmp_path / "a") == trainer.contents[-1]
 
 
-def test_what_only_an_earlier_trainer_knew_stays_while_it_is_needed(tmp_path: Path) -> None:
+def test_what_only_an_earlier_trainer_knew_stays_while_it_is_needed(
+    tmp_path: Path,
+) -> None:
     trainer = Trainer(tmp_path / "s")
     (first,) = trainer.write(same)
     trainer.client.needed = [first.stored.key]
@@ -226,7 +247,9 @@ def test_a_folder_without_permission_is_reported(tmp_path: Path) -> None:
     assert f"storage {root} could not write run/0-1/0-00000" in report.error
 
 
-def test_a_rank_that_cannot_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_write_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = Trainer(tmp_path / "s")
     write = Storage.write
 
@@ -263,7 +286,9 @@ def test_an_error_that_nobody_foresaw_is_reported_too(sender, tmp_path, monkeypa
     assert trainer.fetched(good, tmp_path / "a") == trainer.contents[-1]
 
 
-def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(tmp_path, monkeypatch):
+def test_no_rank_waits_for_one_that_still_writes_a_version_that_was_given_up(
+    tmp_path, monkeypatch
+):
     trainer = Trainer(tmp_path / "s", storage_deadline_s=60.0)
     has_begun = threading.Event()
     over = threading.Event()
@@ -311,7 +336,9 @@ def test_a_manifest_is_written_after_all_that_it_names(tmp_path, monkeypatch):
         if key.endswith("manifest"):
             message = weights_pb2.StoredManifest.FromString(bytes(data))
             assert {
-                stored_object.key for link in message.links for stored_object in link.objects
+                stored_object.key
+                for link in message.links
+                for stored_object in link.objects
             } <= set(done)
         done.append(key)
 
@@ -320,7 +347,9 @@ def test_a_manifest_is_written_after_all_that_it_names(tmp_path, monkeypatch):
     assert done[-1].endswith("manifest")
 
 
-def test_a_version_that_the_controller_never_heard_of_is_no_base(tmp_path: Path) -> None:
+def test_a_version_that_the_controller_never_heard_of_is_no_base(
+    tmp_path: Path,
+) -> None:
     trainer = Trainer(tmp_path / "s")
 
     def away() -> None:
@@ -366,7 +395,9 @@ def test_what_another_trainer_writes_after_the_report_stays(tmp_path: Path) -> N
     assert later.exists()
 
 
-def test_a_trainer_that_leaves_a_run_that_goes_on_leaves_its_version(tmp_path: Path) -> None:
+def test_a_trainer_that_leaves_a_run_that_goes_on_leaves_its_version(
+    tmp_path: Path,
+) -> None:
     trainer = Trainer(tmp_path / "s")
 
     def on_rank(ranks: ThreadRanks) -> None:

@@ -27,7 +27,9 @@ KEY = ServerKey(ServerId("a"), 1)
 UNSOLVED = "deploy.algorithms.task_weights:unsolved"
 
 
-def table_of(function: str = UNSOLVED, name: str = "e", **entry: object) -> dict[str, Any]:
+def table_of(
+    function: str = UNSOLVED, name: str = "e", **entry: object
+) -> dict[str, Any]:
     return {"task_weights": {"environments": {name: {"function": function, **entry}}}}
 
 
@@ -57,7 +59,9 @@ class Journal:
 class Scene:
     """A controller's part with one environment, after the records of earlier starts."""
 
-    def __init__(self, *earlier: kinds.Record, num_tasks: int = 4, function: str = UNSOLVED):
+    def __init__(
+        self, *earlier: kinds.Record, num_tasks: int = 4, function: str = UNSOLVED
+    ):
         self.run = run_of(
             environments=[{"name": "e", "reference": "ours:Sums"}],
             extensions=table_of(function),
@@ -68,7 +72,9 @@ class Scene:
         self.journal = Journal(self.state)
         self.books = books_of(self.run, journal=self.journal, state=self.state)
         self.suspended: list[str] = []
-        intake = SimpleNamespace(suspend=lambda name, cause: self.suspended.append(cause))
+        intake = SimpleNamespace(
+            suspend=lambda name, cause: self.suspended.append(cause)
+        )
         kernel: Any = SimpleNamespace(run=self.run, books=self.books, intake=intake)
         self.part = TaskWeighing(kernel)
         purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
@@ -187,11 +193,15 @@ async def test_a_faulty_function_ends_the_run_with_a_line() -> None:
     scene = Scene(function=f"{__name__}:no_tasks")
     await scene.weigh()
     scene.play(0, 1, 2)
-    with pytest.raises(RunFailed, match="at step 2: all 4 weights are 0: some task must be drawn"):
+    with pytest.raises(
+        RunFailed, match="at step 2: all 4 weights are 0: some task must be drawn"
+    ):
         await scene.weigh()
 
 
-async def test_a_function_that_does_not_return_ends_the_run_with_a_line(monkeypatch) -> None:
+async def test_a_function_that_does_not_return_ends_the_run_with_a_line(
+    monkeypatch,
+) -> None:
     scene = Scene()
     released = threading.Event()
     stuck = TaskSampler("mine:stuck", lambda _: released.wait(LIMIT_S))
@@ -207,14 +217,19 @@ async def test_a_function_that_does_not_return_ends_the_run_with_a_line(monkeypa
 @pytest.mark.parametrize(
     ("num_tasks", "cause"),
     [
-        (0, "extensions.task_weights.environments.e needs a number of tasks, and tasks() has no"),
+        (
+            0,
+            "extensions.task_weights.environments.e needs a number of tasks, and tasks() has no",
+        ),
         (
             2_000_000,
             "extensions.task_weights.environments.e is for at most 1,000,000 tasks, got",
         ),
     ],
 )
-async def test_an_environment_whose_tasks_cannot_be_weighed_is_suspended(num_tasks, cause) -> None:
+async def test_an_environment_whose_tasks_cannot_be_weighed_is_suspended(
+    num_tasks, cause
+) -> None:
     scene = Scene(num_tasks=num_tasks)
     await scene.weigh()
     (told,) = scene.suspended
@@ -239,7 +254,8 @@ async def test_the_loop_goes_on_while_a_function_weighs() -> None:
 
 def test_an_environment_that_is_not_there_yet_is_told() -> None:
     run = run_of(
-        environments=[{"name": "e", "reference": "ours:Sums"}], extensions=table_of(name="served")
+        environments=[{"name": "e", "reference": "ours:Sums"}],
+        extensions=table_of(name="served"),
     )
     books = books_of(run, journal=Journal(RunHistory()))
     kernel: Any = SimpleNamespace(run=run, books=books, intake=None)
@@ -260,7 +276,11 @@ def test_an_environment_that_is_not_there_yet_is_told() -> None:
             "evaluation: its tasks are always the first ones",
         ),
         (
-            {"controller": {"client_loop": True}, "environments": [], "evaluations": []},
+            {
+                "controller": {"client_loop": True},
+                "environments": [],
+                "evaluations": [],
+            },
             "extensions.task_weights needs controller.client_loop = false: a client that decides "
             "what is sampled has no tasks, got true",
         ),
@@ -305,13 +325,18 @@ def test_the_curricula_pass_the_check(name, capsys) -> None:
     )
     check_task_weights(settings)
     assert (
-        f"deploy.algorithms.task_weights:{name} weighs 100,000 tasks in " in capsys.readouterr().out
+        f"deploy.algorithms.task_weights:{name} weighs 100,000 tasks in "
+        in capsys.readouterr().out
     )
 
 
 def test_the_check_refuses_what_a_run_would_meet() -> None:
     check_sampler("e", TaskSampler("mine:first_only", first_only))
-    with pytest.raises(ConfigError, match="of environment e at step 4: all 7 weights are 0"):
+    with pytest.raises(
+        ConfigError, match="of environment e at step 4: all 7 weights are 0"
+    ):
         check_sampler("e", TaskSampler("mine:no_tasks", no_tasks))
-    with pytest.raises(ConfigError, match="with the same results: it must be a pure function"):
+    with pytest.raises(
+        ConfigError, match="with the same results: it must be a pure function"
+    ):
         check_sampler("e", TaskSampler("mine:other", other_each_time))

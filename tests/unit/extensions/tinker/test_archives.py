@@ -41,17 +41,32 @@ def config(tmp_path: Path) -> Config:
     metadata = {"renderer_name": "own"}
     begin = pb.Operation(stream=RUN, begin=pb.Begin(), user_metadata=metadata)
     end(begin, adapter=trainer_pb2.Adapter(name="a", rank=4))
-    ended = [("weights", "old", 1), ("sampler_weights", "old", 1), ("external_weights", "old", 1)]
-    ended += [("weights", "x", 2), ("external_weights", "x", 2), ("sampler_weights", "x", 2)]
+    ended = [
+        ("weights", "old", 1),
+        ("sampler_weights", "old", 1),
+        ("external_weights", "old", 1),
+    ]
+    ended += [
+        ("weights", "x", 2),
+        ("external_weights", "x", 2),
+        ("sampler_weights", "x", 2),
+    ]
     for number, (kind, path, step) in enumerate([*ended, ("weights", "bad", 2)], 1):
         name = named(kind, path)
         settings: dict[str, Any] = {"save": pb.Save(name=name)}
         if kind == "sampler_weights":
             settings = {"publish": pb.Publish(name=name)}
         error = "it failed" if path == "bad" else ""
-        end(pb.Operation(stream=RUN, number=number, **settings), name=name, step=step, error=error)
+        end(
+            pb.Operation(stream=RUN, number=number, **settings),
+            name=name,
+            step=step,
+            error=error,
+        )
     end(pb.Operation(stream=SESSION, number=8, finish=pb.Finish()))
-    store.write(9, pb.Operation(stream=RUN, number=9, save=pb.Save(name=named("weights", "y"))))
+    store.write(
+        9, pb.Operation(stream=RUN, number=9, save=pb.Save(name=named("weights", "y")))
+    )
     return config
 
 
@@ -59,7 +74,9 @@ async def asked(served: Archives, path: str, **query: str) -> Any:
     return await served.answer(path, query, ADDRESS, OWNER)
 
 
-async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: Config) -> None:
+async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(
+    config: Config,
+) -> None:
     served = Archives(config)
     listed = await asked(served, f"training_runs/{RUN}/checkpoints")
     checkpoints = [
@@ -75,7 +92,9 @@ async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: 
     assert (run["lora_rank"], run["base_model"]) == (4, str(config.model.path))
     assert run["user_metadata"] == {"renderer_name": "own"}
     assert run["last_checkpoint"]["tinker_path"] == named("weights", "x")
-    assert run["last_sampler_checkpoint"]["tinker_path"] == named("sampler_weights", "x")
+    assert run["last_sampler_checkpoint"]["tinker_path"] == named(
+        "sampler_weights", "x"
+    )
     info = await asked(served, "weights_info", tinker_path=named("weights", "x"))
     assert info == {key: run[key] for key in ("base_model", "is_lora", "lora_rank")}
     for path in (named("weights", "old"), "tinker://other/weights/x"):
@@ -84,8 +103,15 @@ async def test_runs_have_the_checkpoints_that_can_be_loaded_and_sampled(config: 
     cursor = {"offset": 0, "limit": 100, "total_count": 1}
     assert runs == {"training_runs": [run], "cursor": cursor}
     page = await asked(served, "checkpoints", limit="1", offset="1")
-    assert (page["checkpoints"], page["cursor"]["total_count"]) == (listed["checkpoints"][1:2], 3)
-    for nothing in ("training_runs/other", f"training_runs/{RUN}/checkpoints/weights/x", "x"):
+    assert (page["checkpoints"], page["cursor"]["total_count"]) == (
+        listed["checkpoints"][1:2],
+        3,
+    )
+    for nothing in (
+        "training_runs/other",
+        f"training_runs/{RUN}/checkpoints/weights/x",
+        "x",
+    ):
         assert await asked(served, nothing) is None
 
 
@@ -94,20 +120,28 @@ async def test_lists_show_nobody_the_runs_of_another_key(config: Config) -> None
     other = owner_of_key(b"tml-other", "r")
     for path in ("training_runs", "checkpoints"):
         assert (await served.answer(path, {}, ADDRESS, other))[path] == []
-    for path in (f"training_runs/{RUN}", f"training_runs/{RUN}/checkpoints", files_of("x")):
+    for path in (
+        f"training_runs/{RUN}",
+        f"training_runs/{RUN}/checkpoints",
+        files_of("x"),
+    ):
         assert await served.answer(path, {}, ADDRESS, other) is None
     named_state = {"tinker_path": named("weights", "x")}
     assert await served.answer("weights_info", named_state, ADDRESS, other) is None
 
 
 @pytest.mark.parametrize("query", [{"limit": "-1"}, {"offset": "-2"}, {"limit": "x"}])
-async def test_a_page_is_of_whole_numbers(config: Config, query: dict[str, str]) -> None:
+async def test_a_page_is_of_whole_numbers(
+    config: Config, query: dict[str, str]
+) -> None:
     with pytest.raises(Refused, match="is a whole number from 0, got"):
         await asked(Archives(config), "training_runs", **query)
 
 
 def files_of(name: str) -> str:
-    return f"training_runs/{RUN}/checkpoints/external_weights/{name}/external_weights_urls"
+    return (
+        f"training_runs/{RUN}/checkpoints/external_weights/{name}/external_weights_urls"
+    )
 
 
 async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> None:
@@ -123,7 +157,11 @@ async def test_files_of_a_checkpoint_have_secret_addresses(config: Config) -> No
     assert file.read_bytes() == b"w"
     assert (await asked(served, files_of("x")))["urls"] == urls
     secret = path.split("/")[1]
-    for other in (f"files/{secret}/../../secret", f"files/{secret}/sub", "files/x/sub/weights"):
+    for other in (
+        f"files/{secret}/../../secret",
+        f"files/{secret}/sub",
+        "files/x/sub/weights",
+    ):
         assert served.file(other) is None
 
 
@@ -134,7 +172,9 @@ async def test_files_that_are_exported_outlive_their_checkpoint(config: Config) 
     assert await asked(served, files_of("old")) is not None
 
 
-async def test_an_export_that_fails_later_is_told_and_then_tried_again(config, monkeypatch) -> None:
+async def test_an_export_that_fails_later_is_told_and_then_tried_again(
+    config, monkeypatch
+) -> None:
     started: list[int] = []
     fails = asyncio.Event()
 

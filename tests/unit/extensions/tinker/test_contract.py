@@ -31,16 +31,31 @@ def config_of() -> Config:
         "sampling": {"max_reply_tokens": 8, "max_episode_tokens": 16},
         "controller": {"client_loop": True},
         "learner": {"shared_prefix_tokens": 0},
-        "lora": {"rank": 64, "alpha": 16.0, "publish": "adapters", "adapters": ["a", "b"]},
+        "lora": {
+            "rank": 64,
+            "alpha": 16.0,
+            "publish": "adapters",
+            "adapters": ["a", "b"],
+        },
     }
     return parse_config(table, source="test")
 
 
 CONFIG = config_of()
 LORA = {"rank": 8}
-CREATE = {"session_id": "s1", "model_seq_id": 0, "base_model": "tiny", "lora_config": LORA}
+CREATE = {
+    "session_id": "s1",
+    "model_seq_id": 0,
+    "base_model": "tiny",
+    "lora_config": LORA,
+}
 LOAD = {"model_id": MODEL, "seq_id": 3, "path": "tinker://x", "optimizer": True}
-LOAD_NEW = {"session_id": "s1", "model_seq_id": 1, "path": "tinker://x", "optimizer": True}
+LOAD_NEW = {
+    "session_id": "s1",
+    "model_seq_id": 1,
+    "path": "tinker://x",
+    "optimizer": True,
+}
 STEP = {"model_id": MODEL, "seq_id": 3, "adam_params": {}}
 SAVE = {"model_id": MODEL, "seq_id": 3}
 PUBLISH = SAVE | {"sampling_session_seq_id": 2}
@@ -75,7 +90,10 @@ BASES: dict[str, tuple[Mapping[str, Any], Outcome]] = {
     ),
     "LoadWeightsRequest": (LOAD, lambda body: operations.load_weights(body, CONFIG)),
     "OptimStepRequest": (STEP, operations.optim_step),
-    "AdamParams": ({}, lambda body: operations.optim_step(STEP | {"adam_params": body})),
+    "AdamParams": (
+        {},
+        lambda body: operations.optim_step(STEP | {"adam_params": body}),
+    ),
     "SaveWeightsRequest": (SAVE, saved("save_weights")),
     "SaveWeightsForSamplerRequest": (PUBLISH, saved("save_weights_for_sampler")),
     "SaveWeightsExternalRequest": (EXTERNAL, saved("save_weights_external")),
@@ -97,7 +115,9 @@ FRONT: dict[str, Mapping[str, Any]] = {
     "GetInfoRequest": {"model_id": MODEL},
     "SessionHeartbeatRequest": {"session_id": "s1"},
 }
-BASES |= {name: (base, functools.partial(checked, name)) for name, base in FRONT.items()}
+BASES |= {
+    name: (base, functools.partial(checked, name)) for name, base in FRONT.items()
+}
 # Values of fields other than those of the bases.
 OTHERS: dict[str, object] = {
     "session_id": "s2",
@@ -158,7 +178,9 @@ CASES = [(request, name) for request, fields in REQUESTS.items() for name in fie
 
 
 @pytest.mark.parametrize(("request_type", "name"), CASES)
-def test_each_field_is_read_refused_or_without_effect_as_the_table_says(request_type, name) -> None:
+def test_each_field_is_read_refused_or_without_effect_as_the_table_says(
+    request_type, name
+) -> None:
     base, outcome = BASES[request_type]
     if request_type == "LoadWeightsRequest" and name in OF_NEW:
         base = LOAD_NEW
@@ -182,13 +204,17 @@ def test_each_field_is_read_refused_or_without_effect_as_the_table_says(request_
 @pytest.mark.parametrize("request_type", REQUESTS)
 def test_a_field_that_the_sdk_does_not_have_is_refused(request_type: str) -> None:
     base, outcome = BASES[request_type]
-    with pytest.raises(Refused, match=f"{request_type} has no field moments: this server speaks"):
+    with pytest.raises(
+        Refused, match=f"{request_type} has no field moments: this server speaks"
+    ):
         outcome({**base, "moments": 1})
 
 
 def test_the_wire_has_each_field_of_the_messages() -> None:
     for name, fields in MESSAGES.items():
-        assert {field.name for field in getattr(wire, name).DESCRIPTOR.fields} == {*fields}
+        assert {field.name for field in getattr(wire, name).DESCRIPTOR.fields} == {
+            *fields
+        }
 
 
 def test_each_input_of_a_loss_is_read_by_one_or_refused() -> None:
@@ -210,7 +236,15 @@ def test_each_setting_of_a_loss_has_its_range_and_its_default(loss_fn: str) -> N
         assert arguments(**{name: setting.default}) == arguments()
         for bound in (setting.lowest, setting.highest):
             assert np.isfinite(arguments(**{name: bound})[setting.argument])
-        beyond = (setting.lowest - 1e-3, setting.highest * 1.001, np.nan, np.inf, -np.inf)
+        beyond = (
+            setting.lowest - 1e-3,
+            setting.highest * 1.001,
+            np.nan,
+            np.inf,
+            -np.inf,
+        )
         for value in beyond:
-            with pytest.raises(Refused, match=f"loss_fn_config.{name} of {loss_fn} is a number fr"):
+            with pytest.raises(
+                Refused, match=f"loss_fn_config.{name} of {loss_fn} is a number fr"
+            ):
                 arguments(**{name: value})

@@ -52,7 +52,9 @@ class Refusing:
 
 def of(name: str, number: int = 0, stream: str = "s", **operation: Any) -> Operation:
     """An operation, which is a step of Adam unless it is said to be something else."""
-    return Operation(id=name, stream=stream, number=number, **(operation or {"step": ADAM}))
+    return Operation(
+        id=name, stream=stream, number=number, **(operation or {"step": ADAM})
+    )
 
 
 def begin(stream: str = "s", rank: int = 1) -> Operation:
@@ -60,7 +62,9 @@ def begin(stream: str = "s", rank: int = 1) -> Operation:
     return of(f"{stream}:begin", 0, stream, begin=pb.Begin(adapter=adapter))
 
 
-def passed(name: str, number: int, stream: str = "s", data: bytes = b"", backward: bool = True):
+def passed(
+    name: str, number: int, stream: str = "s", data: bytes = b"", backward: bool = True
+):
     sequences = [trainer_pb2.PassSequence(token_ids=data)] if data else []
     compute = trainer_pb2.Pass(id=name, backward=backward, sequences=sequences)
     return of(name, number, stream, compute=compute)
@@ -83,7 +87,9 @@ class Loop:
         tasks: Any = asyncio
         books = books_of(self.run, journal=journal, state=self.history)
         self.former = BatchFormer(books, tasks)
-        self.operations = Operations(self.run, books, unused, unused, unused, self.former)
+        self.operations = Operations(
+            self.run, books, unused, unused, unused, self.former
+        )
         self.operations.restore(self.history)
         self.entries = self.operations._entries
         self.models = self.operations._models
@@ -155,7 +161,9 @@ class Loop:
 
     def made(self, batch: FormedBatch, **metrics: float) -> str:
         """Journals and reports the step of a batch; returns its id."""
-        report = trainer_pb2.StepReport(step=batch.step, batch_id=batch.batch_id, metrics=metrics)
+        report = trainer_pb2.StepReport(
+            step=batch.step, batch_id=batch.batch_id, metrics=metrics
+        )
         report.version.step = batch.version
         self.former.training = batch
         trained = self.former.trained(report)
@@ -183,7 +191,9 @@ async def writing(folder: Path) -> AsyncIterator[Loop]:
         writes.cancel()
 
 
-async def test_the_journal_has_a_step_when_the_result_before_it_is_on_the_disk(tmp_path) -> None:
+async def test_the_journal_has_a_step_when_the_result_before_it_is_on_the_disk(
+    tmp_path,
+) -> None:
     with opened(tmp_path) as loop:
         await loop.begin()
         loop.operations._look()
@@ -196,13 +206,21 @@ async def test_the_journal_has_a_step_when_the_result_before_it_is_on_the_disk(t
         assert [record["kind"] for record in read_records(journal)] == ["start"]
         await loop.write_results()
         assert await forming is not None
-        assert [record["kind"] for record in read_records(journal)] == ["start", "batch"]
+        assert [record["kind"] for record in read_records(journal)] == [
+            "start",
+            "batch",
+        ]
 
 
 @pytest.mark.parametrize("error", ["", "the loss is inf"])
-async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(tmp_path, error):
+async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(
+    tmp_path, error
+):
     with opened(tmp_path) as loop:
-        passes = [passed(name, n, data=bytes(4)) for n, name in enumerate(("first", "last"), 1)]
+        passes = [
+            passed(name, n, data=bytes(4))
+            for n, name in enumerate(("first", "last"), 1)
+        ]
         await loop.begin(*passes, of("step", 3))
         operations = loop.operations
         # A trainer that wakes before the loop of the operations has the pass whose turn it is.
@@ -224,13 +242,17 @@ async def test_the_passes_of_a_step_are_written_while_the_last_one_is_computed(t
         # A step without the pass that failed has a file of its own.
         assert path.samefile(tmp_path / "ahead") is not bool(error)
         record: Any = list(read_records(folder.parent))[-1]
-        contents = loop.journal.read_batch(RecordedBatch(0, record["batch_id"], record["crc32"]))
+        contents = loop.journal.read_batch(
+            RecordedBatch(0, record["batch_id"], record["crc32"])
+        )
         assert [client_pass.id for client_pass in contents.passes] == (
             ["first"] if error else ["first", "last"]
         )
 
 
-async def test_an_operation_whose_turn_has_come_wakes_the_trainer(tmp_path: Path) -> None:
+async def test_an_operation_whose_turn_has_come_wakes_the_trainer(
+    tmp_path: Path,
+) -> None:
     with opened(tmp_path) as loop:
         await loop.begin()
         trainer = asyncio.create_task(loop.run.signal.changes(LIMIT_S, gather_s=0.0))
@@ -240,7 +262,9 @@ async def test_an_operation_whose_turn_has_come_wakes_the_trainer(tmp_path: Path
         assert trainer.done()
 
 
-async def test_a_step_whose_result_a_kill_has_lost_is_made_once_and_told_whole(tmp_path) -> None:
+async def test_a_step_whose_result_a_kill_has_lost_is_made_once_and_told_whole(
+    tmp_path,
+) -> None:
     metrics = {"loss": 0.1, "grad_norm": math.inf, "kl": math.nan}
     expected_results = {}
     for start in range(4):
@@ -272,7 +296,9 @@ async def test_a_step_that_a_user_sets_aside_fails(tmp_path: Path) -> None:
         assert loop.step() == "step2"
 
 
-async def test_an_operation_at_which_two_trainers_ended_is_refused_in_its_turn(tmp_path, caplog):
+async def test_an_operation_at_which_two_trainers_ended_is_refused_in_its_turn(
+    tmp_path, caplog
+):
     def ordered(loop: Loop) -> bool:
         return loop.operations.order(ASKS) is not None
 
@@ -291,31 +317,40 @@ async def test_an_operation_at_which_two_trainers_ended_is_refused_in_its_turn(t
         await loop.operations.trainer_ended()
         await loop.write_results()
         cause = (await loop.result("bad")).error
-        assert cause.startswith("bad is refused: 2 trainers have ended while they carried it out")
+        assert cause.startswith(
+            "bad is refused: 2 trainers have ended while they carried it out"
+        )
         await loop.makes("step")
         assert cause in caplog.text
 
 
-async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_path: Path) -> None:
+async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(
+    tmp_path: Path,
+) -> None:
     data = b"1234" * 1000
     names = ("forward", "backward")
 
     async def check(loop: Loop) -> None:
-        sizes = (e.operation.ByteSize() + e.result.ByteSize() for e in loop.entries.values())
+        sizes = (
+            e.operation.ByteSize() + e.result.ByteSize() for e in loop.entries.values()
+        )
         assert max(sizes) < 100
         for name in names:
             assert (await loop.result(name)).compute.logprobs[0] == data
 
     with opened(tmp_path) as loop:
         passes = [
-            passed(stream, n, data=data, backward=n == 2) for n, stream in enumerate(names, 1)
+            passed(stream, n, data=data, backward=n == 2)
+            for n, stream in enumerate(names, 1)
         ]
         await loop.begin(*passes, of("step", 3))
         for name in names:
             loop.computes(name, logprobs=[data])
         await loop.write_results()
         batch = loop.formed()
-        assert [client_pass.sequences[0].token_ids for client_pass in batch.given.passes] == [data]
+        assert [
+            client_pass.sequences[0].token_ids for client_pass in batch.given.passes
+        ] == [data]
         loop.made(batch)
         await loop.write_results()
         await check(loop)
@@ -323,13 +358,18 @@ async def test_a_long_loop_keeps_neither_sequences_nor_results_in_memory(tmp_pat
         await check(loop)
 
 
-async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path) -> None:
+async def test_streams_have_turns_however_much_one_of_them_sends(
+    tmp_path: Path,
+) -> None:
     with opened(tmp_path, lora=TWO) as loop:
         await loop.give(begin("s", 1), begin("t", 8))
         await loop.makes("s:begin", "t:begin")
         for stream, num_operations in (("s", 4), ("t", 2)):
             await loop.give(
-                *(passed(f"{stream}{n}", n, stream) for n in range(1, num_operations + 1))
+                *(
+                    passed(f"{stream}{n}", n, stream)
+                    for n in range(1, num_operations + 1)
+                )
             )
         order = []
         for _ in range(6):
@@ -338,11 +378,20 @@ async def test_streams_have_turns_however_much_one_of_them_sends(tmp_path: Path)
             directive = trainer_pb2.Directive.FromString(found)
             order.append((directive.compute.id, directive.compute.adapter.name))
             loop.computes(directive.compute.id)
-        names = [("s1", "a"), ("t1", "b"), ("s2", "a"), ("t2", "b"), ("s3", "a"), ("s4", "a")]
+        names = [
+            ("s1", "a"),
+            ("t1", "b"),
+            ("s2", "a"),
+            ("t2", "b"),
+            ("s3", "a"),
+            ("s4", "a"),
+        ]
         assert order == names
 
 
-async def test_models_are_taken_over_whatever_the_order_in_which_operations_came(tmp_path) -> None:
+async def test_models_are_taken_over_whatever_the_order_in_which_operations_came(
+    tmp_path,
+) -> None:
     with opened(tmp_path, lora=TWO) as loop:
         await loop.give(begin("t", 8), begin("s"), of("step2", 2), of("step1", 1))
         await loop.makes("t:begin", "s:begin", "step1", "step2")
@@ -352,7 +401,9 @@ async def test_models_are_taken_over_whatever_the_order_in_which_operations_came
         assert (order.id, order.message.adapter.name) == ("step3", "b")
 
 
-async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(tmp_path: Path) -> None:
+async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(
+    tmp_path: Path,
+) -> None:
     with opened(tmp_path, lora=TWO) as loop:
         await loop.give(begin("s"), begin("t"))
         assert loop.form() is not None
@@ -364,7 +415,9 @@ async def test_a_beginning_that_a_kill_has_cut_has_its_place_again(tmp_path: Pat
         assert "s" in loop.models.by_stream
 
 
-async def test_a_session_that_sends_too_much_must_wait_and_no_other(tmp_path, monkeypatch) -> None:
+async def test_a_session_that_sends_too_much_must_wait_and_no_other(
+    tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(service, "MAX_WAITING", 2)
     with opened(tmp_path, lora=TWO) as loop:
         await loop.give(begin("s"), begin("t"), of("1", 1), of("2", 2))
@@ -396,7 +449,9 @@ class Client:
         self.number += 1
         data = bytes(400)
         operation_of_stream = (
-            of(name, number, **operation) if operation else passed(name, number, data=data)
+            of(name, number, **operation)
+            if operation
+            else passed(name, number, data=data)
         )
         await loop.give(operation_of_stream)
         loop.operations._look()
@@ -415,7 +470,9 @@ class Client:
 
 
 @pytest.mark.long
-async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_memory: Path) -> None:
+async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(
+    in_memory: Path,
+) -> None:
     num_operations = 2 * MIN_KEPT + 16
     files = in_memory / "r" / "operations"
     async with writing(in_memory) as loop:
@@ -442,7 +499,9 @@ async def test_ten_thousand_operations_leave_few_on_the_disk_and_in_memory(in_me
 
 
 @pytest.mark.long
-async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(in_memory) -> None:
+async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(
+    in_memory,
+) -> None:
     async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=pb.Begin())
@@ -457,7 +516,9 @@ async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(
         assert all(path.with_suffix(".result").exists() for path in files)
 
 
-async def test_operations_stay_as_long_as_their_names_are_known(in_memory, monkeypatch) -> None:
+async def test_operations_stay_as_long_as_their_names_are_known(
+    in_memory, monkeypatch
+) -> None:
     monkeypatch.setattr(results, "MIN_KEPT", 4)
     async with writing(in_memory) as loop:
         client = Client(loop)
@@ -470,7 +531,9 @@ async def test_operations_stay_as_long_as_their_names_are_known(in_memory, monke
         assert "start" in Loop(loop.journal, in_memory).models.named
 
 
-async def test_the_step_behind_a_publish_waits_for_a_server_of_it(tmp_path: Path) -> None:
+async def test_the_step_behind_a_publish_waits_for_a_server_of_it(
+    tmp_path: Path,
+) -> None:
     with opened(tmp_path) as loop:
         await loop.begun()
         publish = Entry(Operation(publish=pb.Publish(name="x")))
@@ -481,7 +544,9 @@ async def test_the_step_behind_a_publish_waits_for_a_server_of_it(tmp_path: Path
         assert loop.operations.next_step() is not None
 
 
-async def test_a_client_that_died_unsaved_goes_on_from_the_newest_state(tmp_path: Path) -> None:
+async def test_a_client_that_died_unsaved_goes_on_from_the_newest_state(
+    tmp_path: Path,
+) -> None:
     with opened(tmp_path) as loop:
         await loop.begun(of("step1", 1))
         await loop.makes("step1")
@@ -494,7 +559,9 @@ async def test_a_client_that_died_unsaved_goes_on_from_the_newest_state(tmp_path
             assert (await loop.result(stream)).step == 1
         await loop.give(of("late", 2))
         await loop.write_results()
-        assert "is not trained by this run any more" in (await loop.result("late")).error
+        assert (
+            "is not trained by this run any more" in (await loop.result("late")).error
+        )
 
 
 async def test_a_request_that_a_kill_has_cut_is_none(tmp_path: Path) -> None:
@@ -506,7 +573,9 @@ async def test_a_request_that_a_kill_has_cut_is_none(tmp_path: Path) -> None:
         assert not torn.exists()
 
 
-async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(tmp_path, monkeypatch):
+async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(
+    tmp_path, monkeypatch
+):
     with opened(tmp_path) as loop:
         await loop.begin()
         store = loop.operations._store
@@ -529,7 +598,9 @@ async def test_a_caller_that_goes_and_comes_again_leaves_one_operation(tmp_path,
         assert [operation.id for _, operation, *_ in store.read()].count("late") == 1
 
 
-async def test_an_operation_that_begins_no_model_does_not_take_one_over(tmp_path: Path) -> None:
+async def test_an_operation_that_begins_no_model_does_not_take_one_over(
+    tmp_path: Path,
+) -> None:
     with opened(tmp_path) as loop:
         await loop.begun()
         await loop.give(of("x"))
@@ -575,7 +646,9 @@ async def sampled(loop: Loop, names: Sequence[str], told: Sequence[str] = ()) ->
     return results()
 
 
-async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(tmp_path, monkeypatch):
+async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(
+    tmp_path, monkeypatch
+):
     monkeypatch.setattr(results, "MIN_KEPT", 2)
     names = [str(number) for number in range(40)]
     async with writing(tmp_path) as loop:
@@ -626,7 +699,9 @@ async def test_replies_from_a_part_of_the_vocabulary_have_no_log_probabilities(
     """A loss that compares them with those of the whole would train by a wrong ratio."""
     settings = fleet_pb2.SamplingSettings(**sampling)
     async with writing(tmp_path) as loop:
-        entry = Entry(Operation(id="s:0", sample=pb.Sample(num_samples=1, sampling=settings)))
+        entry = Entry(
+            Operation(id="s:0", sample=pb.Sample(num_samples=1, sampling=settings))
+        )
         reply: Any = SimpleNamespace(
             token_ids=np.array([1, 2, 3], dtype=np.uint32),
             run_lengths=(1, 2),
@@ -646,7 +721,9 @@ async def test_replies_from_a_part_of_the_vocabulary_have_no_log_probabilities(
     assert is_cut or logprobs.tolist() == [-0.5, -1.0]
 
 
-async def test_a_sample_whose_stream_broke_is_told_to_the_next_one(tmp_path: Path) -> None:
+async def test_a_sample_whose_stream_broke_is_told_to_the_next_one(
+    tmp_path: Path,
+) -> None:
     async with writing(tmp_path) as loop:
         for _ in range(2):
             samples = await sampled(loop, ["a"])
@@ -657,12 +734,15 @@ async def test_a_sample_whose_stream_broke_is_told_to_the_next_one(tmp_path: Pat
         assert (await loop.result("a")).is_done
 
 
-async def test_the_records_of_samples_that_are_leased_together_are_written_together(tmp_path):
+async def test_the_records_of_samples_that_are_leased_together_are_written_together(
+    tmp_path,
+):
     sent: list[int] = []
     with opened(tmp_path) as loop:
         samples = await sampled(loop, [str(number) for number in range(20)])
         loop.samples._scheduler = SimpleNamespace(
-            free_episodes=100, send_evaluation=lambda _, groups: sent.append(len(groups))
+            free_episodes=100,
+            send_evaluation=lambda _, groups: sent.append(len(groups)),
         )
         loop.samples._fleet = Fleet(0)
         loop.samples.lease(None)
@@ -678,7 +758,9 @@ async def test_only_samples_go_on_their_stream(tmp_path: Path) -> None:
     with opened(tmp_path) as loop:
         with pytest.raises(ProtocolError, match="step is no sample"):
             await anext(loop.operations.service.Sample(asked(), loop.context))
-        with pytest.raises(ProtocolError, match="x is a sample, which goes on the stream"):
+        with pytest.raises(
+            ProtocolError, match="x is a sample, which goes on the stream"
+        ):
             await loop.give(of("x", sample=pb.Sample()))
 
 
@@ -700,7 +782,9 @@ class Fleet:
         return self._sessions
 
 
-def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(tmp_path: Path) -> None:
+def test_a_session_in_flight_is_not_of_the_model_that_had_its_place_before(
+    tmp_path: Path,
+) -> None:
     with opened(tmp_path, lora=TWO) as loop:
         model = loop.models.take("s", trainer_pb2.Adapter(rank=1, alpha=1.0))
         model.publish(5)
@@ -731,9 +815,15 @@ async def test_replies_that_became_too_stale_under_way_are_sampled_anew_or_refus
         samples.collect()
         if is_pinned:
             assert entry not in samples.open
-            assert "version 4 is more than max_staleness = 2 steps" in entry.result.error
+            assert (
+                "version 4 is more than max_staleness = 2 steps" in entry.result.error
+            )
         else:
-            assert (entry.num_missing, len(entry.finished), entry in samples.open) == (1, 1, True)
+            assert (entry.num_missing, len(entry.finished), entry in samples.open) == (
+                1,
+                1,
+                True,
+            )
 
 
 async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_did(
@@ -742,7 +832,11 @@ async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_di
     monkeypatch.setattr(results, "MIN_KEPT", 2)
     with opened(tmp_path, lora=TWO) as loop:
         loop.history.checkpoint = loop.history.checkpoint._replace(step=9)
-        operations_of_s = [passed("s:pass", 1, data=b"1234"), of("s:step", 2), refused("s:no", 3)]
+        operations_of_s = [
+            passed("s:pass", 1, data=b"1234"),
+            of("s:step", 2),
+            refused("s:no", 3),
+        ]
         refusals = [refused(f"t:no{number}", number, "t") for number in range(1, 20)]
         for operation in (begin("s"), begin("t"), *operations_of_s, *refusals):
             await loop.give(operation)

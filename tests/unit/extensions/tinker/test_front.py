@@ -48,7 +48,11 @@ class Controller:
 
 
 async def answered(
-    path: str, body: bytes | dict = b"", headers: Sequence = KEY, *, packed: bool = False
+    path: str,
+    body: bytes | dict = b"",
+    headers: Sequence = KEY,
+    *,
+    packed: bool = False,
 ) -> tuple[int, str, list[pb.Operation]]:
     """Status, error and operations of a request; without KEY its body would never come."""
     sent: list[dict[str, Any]] = []
@@ -69,7 +73,11 @@ async def answered(
 
     served = Front(CONFIG, controller, (), in_flight=False)
     await served(scope_of(path, headers, method="POST"), receive, send)
-    return sent[0]["status"], json.loads(sent[1]["body"]).get("error", ""), controller.taken
+    return (
+        sent[0]["status"],
+        json.loads(sent[1]["body"]).get("error", ""),
+        controller.taken,
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +93,9 @@ async def answered(
         ("asample", SAMPLE | {"sampling_params": [1]}),
     ],
 )
-async def test_a_request_of_another_form_is_malformed(path: str, body: bytes | dict) -> None:
+async def test_a_request_of_another_form_is_malformed(
+    path: str, body: bytes | dict
+) -> None:
     status, error, headers_taken = await answered(path, body)
     assert (status, headers_taken) == (400, [])
     assert error.startswith("the request is malformed: ")
@@ -93,7 +103,9 @@ async def test_a_request_of_another_form_is_malformed(path: str, body: bytes | d
 
 @pytest.mark.parametrize("numbers", [[1], "x", 5])
 async def test_an_operation_of_another_form_fails_in_its_turn(numbers: object) -> None:
-    status, _, (operation,) = await answered("optim_step", MODEL | {"adam_params": numbers})
+    status, _, (operation,) = await answered(
+        "optim_step", MODEL | {"adam_params": numbers}
+    )
     assert status == 200
     assert "the request is malformed" in operation.refused.cause
 
@@ -121,9 +133,16 @@ async def test_a_refusal_of_the_controller_has_a_status_by_which_the_sdk_asks_ag
 
 @pytest.mark.parametrize(
     "headers",
-    [KEY[:1], KEY[1:], [(b"host", b"evil.example"), KEY[1]], [KEY[0], (b"x-api-key", b"\xff")]],
+    [
+        KEY[:1],
+        KEY[1:],
+        [(b"host", b"evil.example"), KEY[1]],
+        [KEY[0], (b"x-api-key", b"\xff")],
+    ],
 )
-async def test_a_request_without_a_key_is_refused_before_its_body(headers: list) -> None:
+async def test_a_request_without_a_key_is_refused_before_its_body(
+    headers: list,
+) -> None:
     status, error, _ = await answered("forward", headers=headers)
     assert (status, "a request needs an api_key" in error) == (401, True)
 
@@ -142,7 +161,10 @@ async def test_a_pass_in_zstd_is_the_pass() -> None:
 
 @pytest.mark.parametrize(
     ("encoding", "body", "said"),
-    [(b"gzip", b"", (415, "or in zstd, not in gzip")), (b"zstd", b"{}", (400, "is no zstd"))],
+    [
+        (b"gzip", b"", (415, "or in zstd, not in gzip")),
+        (b"zstd", b"{}", (400, "is no zstd")),
+    ],
 )
 async def test_a_body_that_is_packed_otherwise_is_refused(encoding, body, said) -> None:
     headers = [*KEY, (b"content-encoding", encoding)]
@@ -150,23 +172,38 @@ async def test_a_body_that_is_packed_otherwise_is_refused(encoding, body, said) 
     assert (status, said[1] in error, headers_taken) == (said[0], True, [])
 
 
-LARGE_PASS = wire_pb2.ForwardBackwardRequest(model_id=M, seq_id=4, loss_fn="x" * MAX_BODY_BYTES)
-LARGE_SAVE = {"model_id": M, "path": 'x"seq_id":7,' * (MAX_BODY_BYTES // 10), "seq_id": 4}
+LARGE_PASS = wire_pb2.ForwardBackwardRequest(
+    model_id=M, seq_id=4, loss_fn="x" * MAX_BODY_BYTES
+)
+LARGE_SAVE = {
+    "model_id": M,
+    "path": 'x"seq_id":7,' * (MAX_BODY_BYTES // 10),
+    "seq_id": 4,
+}
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("path", "body"),
-    [("save_weights", LARGE_SAVE), ("forward_backward", LARGE_PASS.SerializeToString())],
+    [
+        ("save_weights", LARGE_SAVE),
+        ("forward_backward", LARGE_PASS.SerializeToString()),
+    ],
 )
-async def test_an_operation_that_is_too_large_fails_in_its_turn(path, body, packed) -> None:
+async def test_an_operation_that_is_too_large_fails_in_its_turn(
+    path, body, packed
+) -> None:
     status, _, (operation,) = await answered(path, body, packed=packed)
     assert (status, operation.id) == (200, f"{M}:4:{path}")
-    assert operation.refused.cause.startswith("a request has at most 25165824 bytes, got")
+    assert operation.refused.cause.startswith(
+        "a request has at most 25165824 bytes, got"
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True])
-async def test_a_body_is_read_up_to_a_size(monkeypatch: pytest.MonkeyPatch, packed: bool) -> None:
+async def test_a_body_is_read_up_to_a_size(
+    monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
     monkeypatch.setattr(bodies, "MAX_READ_BYTES", MAX_BODY_BYTES)
     status, error, headers_taken = await answered(
         "save_weights", bytes(MAX_BODY_BYTES + 1), packed=packed
@@ -213,16 +250,28 @@ OTHER_STATE = f"tinker://{OTHER_MODEL}/weights/x"
     [
         ("create_model", {"session_id": OTHER, "model_seq_id": 0}),
         ("optim_step", {"model_id": OTHER_MODEL, "seq_id": 1, "adam_params": {}}),
-        ("forward_backward", wire_pb2.ForwardBackwardRequest(model_id=OTHER_MODEL, seq_id=1)),
+        (
+            "forward_backward",
+            wire_pb2.ForwardBackwardRequest(model_id=OTHER_MODEL, seq_id=1),
+        ),
         ("forward", wire_pb2.ForwardBackwardRequest(model_id=OTHER_MODEL, seq_id=1)),
         ("save_weights", {"model_id": OTHER_MODEL, "seq_id": 1}),
         ("load_weights", MODEL | {"path": OTHER_STATE, "optimizer": True}),
-        ("load_weights", MODEL | {"path": f"tinker://{OTHER_MODEL}/newest", "optimizer": True}),
+        (
+            "load_weights",
+            MODEL | {"path": f"tinker://{OTHER_MODEL}/newest", "optimizer": True},
+        ),
         ("create_sampling_session", {"session_id": SESSION, "model_path": OTHER_STATE}),
         ("create_sampling_session", {"session_id": OTHER}),
         ("asample", SAMPLE | {"sampling_session_id": f"{OTHER}:sample:0"}),
-        ("asample", SAMPLE | {"sampling_session_id": f"{SESSION}:sample:0+{OTHER_STATE}"}),
-        ("asample", SAMPLE | {"sampling_session_id": f"{SESSION}:sample:0+{OTHER}:sample:0"}),
+        (
+            "asample",
+            SAMPLE | {"sampling_session_id": f"{SESSION}:sample:0+{OTHER_STATE}"},
+        ),
+        (
+            "asample",
+            SAMPLE | {"sampling_session_id": f"{SESSION}:sample:0+{OTHER}:sample:0"},
+        ),
         ("retrieve_future", {"request_id": f"{OTHER_MODEL}:1:optim_step"}),
         ("session_heartbeat", {"session_id": OTHER}),
         ("get_info", {"model_id": OTHER_MODEL}),
@@ -246,7 +295,9 @@ async def test_an_id_that_the_server_did_not_give_is_none() -> None:
     assert error == "s1:train:0 is no id that this server gave"
 
 
-async def test_half_written_bodies_share_one_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_half_written_bodies_share_one_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(bodies, "MAX_HELD_BYTES", 3000)
     served = Front(CONFIG, Controller(), (), in_flight=False)
     budget = served._bodies

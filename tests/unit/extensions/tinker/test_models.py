@@ -23,12 +23,16 @@ def test_without_adapters_the_newest_stream_takes_the_model_over() -> None:
 
 def test_a_new_model_gets_a_free_place_and_is_refused_where_there_is_none() -> None:
     all_models = Models(TWO)
-    adapters = [all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")]
+    adapters = [
+        all_models.take(stream, NEW).adapter for stream in ("s:train:0", "t:train:0")
+    ]
     assert [(adapter.name, adapter.rank, adapter.alpha) for adapter in adapters] == [
         ("a", 2, 4.0),
         ("b", 2, 4.0),
     ]
-    assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal("u:train:0")
+    assert "all 2 places for models (lora.adapters) are taken" in all_models.refusal(
+        "u:train:0"
+    )
     all_models.finished["t"] = Entry(Operation(id="t:finish", stream="t"))
     assert all_models.refusal("u:train:0") == ""
     assert all_models.take("u:train:0", NEW).adapter.name == "b"
@@ -52,7 +56,9 @@ def test_the_only_model_goes_to_its_owner_and_to_others_when_it_is_not_used() ->
 
 def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> None:
     all_models = Models(TWO)
-    silent, trained = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
+    silent, trained = (
+        all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0")
+    )
     later_s = silent.used_s + models.IDLE_S + 1
     monkeypatch.setattr(models.time, "monotonic", lambda: later_s)
     trained.touch()
@@ -62,12 +68,19 @@ def test_a_silent_model_gives_its_place_up(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_names_go_with_what_they_name() -> None:
     all_models = Models(TWO)
-    model, gone = (all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0"))
+    model, gone = (
+        all_models.take(stream, NEW) for stream in ("s:train:0", "t:train:0")
+    )
     all_models.take("u:train:0", Adapter(name="b"))
     for version in (1, 2):
         model.publish(version)
         gone.publish(version)
-    names = {"newest": (2, model), "older": (1, model), "gone": (2, gone), "saved": (3, gone)}
+    names = {
+        "newest": (2, model),
+        "older": (1, model),
+        "gone": (2, gone),
+        "saved": (3, gone),
+    }
     all_models.named = {name: Named(*of) for name, of in names.items()}
     all_models.named["flying"] = Named(1, model, in_flight=True)
     all_models.lasting((3,))

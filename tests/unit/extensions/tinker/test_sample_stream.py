@@ -76,7 +76,9 @@ async def test_a_sample_is_sent_once_and_its_result_is_told_once(samples: Any) -
     assert call.told == ["s:1"]
 
 
-async def test_a_sample_of_a_known_id_with_other_content_is_refused(samples: Any) -> None:
+async def test_a_sample_of_a_known_id_with_other_content_is_refused(
+    samples: Any,
+) -> None:
     await samples.ask("s:1")
     other = pb.Operation(id="s:1", sample=pb.Sample(num_samples=2))
     for _ in range(2):
@@ -106,7 +108,9 @@ async def test_a_lost_stream_leaves_its_samples_to_the_controller(samples: Any) 
         await samples.ask("s:2")
 
 
-async def test_a_session_has_a_number_of_samples_and_other_sessions_theirs(samples, monkeypatch):
+async def test_a_session_has_a_number_of_samples_and_other_sessions_theirs(
+    samples, monkeypatch
+):
     monkeypatch.setattr(sample_stream, "MAX_WAITING", 1)
     monkeypatch.setattr(sample_stream, "MAX_KEPT", 1)
     await samples.ask("s:1")
@@ -127,7 +131,9 @@ async def test_a_sample_out_of_bounds_is_not_sent(samples: Any) -> None:
     assert not samples.calls
 
 
-async def test_a_controller_that_takes_nothing_keeps_no_sample_for_ever(samples, monkeypatch):
+async def test_a_controller_that_takes_nothing_keeps_no_sample_for_ever(
+    samples, monkeypatch
+):
     await samples.ask("s:1")
     (call,) = samples.calls
     call.takes.clear()

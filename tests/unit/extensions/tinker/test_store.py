@@ -31,7 +31,8 @@ def test_an_operation_is_read_as_it_was_written(
 
 @pytest.mark.parametrize("name", ["000000001.request", "000000001.result"])
 @pytest.mark.parametrize(
-    ("more", "cause"), [(UNKNOWN, "is of another release: a field"), (b"\xff", "is damaged: ")]
+    ("more", "cause"),
+    [(UNKNOWN, "is of another release: a field"), (b"\xff", "is damaged: ")],
 )
 def test_a_stored_operation_is_read_whole_or_not_at_all(
     folder: Path, name: str, more: bytes, cause: str
@@ -40,7 +41,9 @@ def test_a_stored_operation_is_read_whole_or_not_at_all(
     path.write_bytes(path.read_bytes() + more)
     with pytest.raises(ProtocolError, match=f"{name} {cause}"):
         list(StoredOperations(folder).read())
-    with pytest.raises(ProtocolError, match=f"{name} is not what the run wrote, by its line in"):
+    with pytest.raises(
+        ProtocolError, match=f"{name} is not what the run wrote, by its line in"
+    ):
         OperationStore(folder)
 
 

@@ -41,7 +41,9 @@ def folder(tmp_path: Path) -> Path:
     return run
 
 
-def test_a_table_has_a_column_for_each_metric_and_a_row_for_each_line(folder: Path) -> None:
+def test_a_table_has_a_column_for_each_metric_and_a_row_for_each_line(
+    folder: Path,
+) -> None:
     out = folder / "metrics.csv"
     text = write_table(folder, out)
     assert text == f"{out} has 3 rows and 13 columns of {folder}"
@@ -49,13 +51,19 @@ def test_a_table_has_a_column_for_each_metric_and_a_row_for_each_line(folder: Pa
         rows = list(csv.DictReader(file))
     first_row, _, last_row = rows
     assert (first_row["step"], first_row["evaluation_step"]) == ("", "0.0")
-    assert (last_row["step"], last_row["reward_mean"], last_row["loss"]) == ("2.0", "0.75", "")
+    assert (last_row["step"], last_row["reward_mean"], last_row["loss"]) == (
+        "2.0",
+        "0.75",
+        "",
+    )
     with pytest.raises(ConfigError, match=r"metrics\.csv exists already: remove it"):
         write_table(folder, out)
     assert [path.name for path in folder.glob(".*")] == []
 
 
-def test_a_row_that_comes_meanwhile_is_left_to_the_next_table(folder: Path, monkeypatch) -> None:
+def test_a_row_that_comes_meanwhile_is_left_to_the_next_table(
+    folder: Path, monkeypatch
+) -> None:
     class Growing(csv.DictWriter):
         """The run goes on when the columns are known."""
 
@@ -93,7 +101,9 @@ def test_tensorboard_gets_each_step_and_round(folder: Path, tmp_path: Path) -> N
     assert (0, "reward/reward_heldout", 0.5) in points
     assert (2, "reward/reward_mean", 0.75) in points
     assert not [tag for _, tag, _ in points if tag.endswith(("loss", "num_failed"))]
-    with pytest.raises(ConfigError, match=r"has numbers already, which tensorboard would show"):
+    with pytest.raises(
+        ConfigError, match=r"has numbers already, which tensorboard would show"
+    ):
         send(folder, "tensorboard", out)
     assert [file.name for file in (out / "tensorboard").iterdir()] == [path.name]
     # The ids of the run that goes on are as they were.

@@ -45,7 +45,9 @@ def test_nobody_is_signed_in_without_any_key() -> None:
         ("WANDB_IDENTITY_TOKEN_FILE", "token"),
     ],
 )
-def test_a_variable_is_enough(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+def test_a_variable_is_enough(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
     monkeypatch.setenv(name, value)
     check_wandb()
 
@@ -71,7 +73,9 @@ def test_a_key_of_the_service_is_enough_and_one_of_another_host_is_not(
 
 @pytest.mark.parametrize("line", ["mode = offline", "disabled = true", "api_key = x"])
 @pytest.mark.parametrize("place", [".config/wandb/settings", "wandb/settings"])
-def test_the_package_s_files_of_settings_are_read(home: Path, line: str, place: str) -> None:
+def test_the_package_s_files_of_settings_are_read(
+    home: Path, line: str, place: str
+) -> None:
     path = home / place
     path.parent.mkdir(parents=True)
     path.write_text("[default]\nentity = me\n")

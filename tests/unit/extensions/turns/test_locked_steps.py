@@ -22,6 +22,9 @@ def test_no_engine_starts_while_a_step_has_the_memory_of_one(tmp_path: Path) -> 
         with fill_gpus(config.run_dir / LOCKS, ["GPU-1"], alone=True, limit_s=0.0):
             pass
 
-    with LockedSteps(config, ["GPU-1"]).around(1), pytest.raises(RunFailed, match="end loading"):
+    with (
+        LockedSteps(config, ["GPU-1"]).around(1),
+        pytest.raises(RunFailed, match="end loading"),
+    ):
         start_engine()
     start_engine()

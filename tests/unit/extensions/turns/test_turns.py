@@ -68,7 +68,9 @@ class Scene:
 
 
 @pytest.mark.parametrize(("turns", "give_back"), [("pause", False), ("sleep", True)])
-async def test_a_step_begins_when_all_engines_rest_and_its_end_wakes_them(turns, give_back):
+async def test_a_step_begins_when_all_engines_rest_and_its_end_wakes_them(
+    turns, give_back
+):
     scene = Scene(turns)
     orders = await scene.begin(*scene.sessions)
     assert [order.give_back for order in orders] == [give_back, give_back]
@@ -82,7 +84,10 @@ async def test_the_time_of_leases_stands_still_while_an_engine_rests() -> None:
     scene = Scene()
 
     def counts() -> list[bool]:
-        return [bool(s.served.total_s(1e9 + 1) - s.served.total_s(1e9)) for s in scene.sessions]
+        return [
+            bool(s.served.total_s(1e9 + 1) - s.served.total_s(1e9))
+            for s in scene.sessions
+        ]
 
     assert counts() == [True, True]
     await scene.begin(*scene.sessions)
@@ -165,7 +170,9 @@ async def test_engines_without_weights_and_those_that_leave_give_their_memory_ba
 
 
 @pytest.mark.parametrize(("turns", "rests"), [("pause", []), ("sleep", ["rest"])])
-async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_back(turns, rests):
+async def test_a_server_that_joins_in_the_turn_of_the_learner_gives_its_memory_back(
+    turns, rests
+):
     scene = Scene(turns)
     orders = []
     # The turn lasts from the loss of a trainer until the next one asks for its first order.
@@ -189,7 +196,9 @@ async def test_engines_on_other_machines_never_rest_and_the_run_says_so_once() -
     ]
 
 
-async def test_turns_are_not_said_to_have_no_effect_before_all_servers_of_the_run_serve() -> None:
+async def test_turns_are_not_said_to_have_no_effect_before_all_servers_of_the_run_serve() -> (
+    None
+):
     scene = Scene(count=3)
     scene.run.progress.trainer_registered((place("elsewhere"),))
     await scene.begin()
@@ -203,26 +212,44 @@ async def test_turns_are_not_said_to_have_no_effect_before_all_servers_of_the_ru
     ("rank", "servers", "said"),
     [
         ("", ("", ""), []),
-        ("0", ("1", "2"), ["off, because no rollout server shares a GPU with the learner"]),
-        ("0", ("1", "0"), ["pause, because rollout server b shares a GPU with the learner"]),
+        (
+            "0",
+            ("1", "2"),
+            ["off, because no rollout server shares a GPU with the learner"],
+        ),
+        (
+            "0",
+            ("1", "0"),
+            ["pause, because rollout server b shares a GPU with the learner"],
+        ),
     ],
     ids=["CPUs", "own GPUs", "a shared GPU"],
 )
-async def test_by_default_engines_on_the_learners_gpus_rest_and_no_others(rank, servers, said):
+async def test_by_default_engines_on_the_learners_gpus_rest_and_no_others(
+    rank, servers, said
+):
     scene = Scene(None)
     scene.compute_on(rank, *servers)
-    resting = [session for session, gpu in zip(scene.sessions, servers, strict=True) if gpu == "0"]
+    resting = [
+        session
+        for session, gpu in zip(scene.sessions, servers, strict=True)
+        if gpu == "0"
+    ]
     for _ in range(2):
         orders = await scene.begin(*resting)
         assert [order.give_back for order in orders] == [False] * len(resting)
         scene.turns.trainer_asks(())
         sents = [sent(session) for session in scene.sessions]
-        assert sents == [["wake"] if session in resting else [] for session in scene.sessions]
+        assert sents == [
+            ["wake"] if session in resting else [] for session in scene.sessions
+        ]
     assert list(filter(scene.turns.are_taken_by, scene.sessions)) == resting
     assert scene.said == [f"turns: {line}" for line in said]
 
 
-async def test_the_log_corrects_itself_when_a_server_joins_on_the_learners_gpu() -> None:
+async def test_the_log_corrects_itself_when_a_server_joins_on_the_learners_gpu() -> (
+    None
+):
     scene = Scene(None)
     scene.compute_on("0", "1", "1")
     await scene.begin()
@@ -244,5 +271,7 @@ async def test_the_log_corrects_itself_when_a_server_joins_on_the_learners_gpu()
         (place("h", "0"), place("h"), False),
     ],
 )
-def test_a_device_is_shared_within_one_host_only(server: Place, rank: Place, shared: bool) -> None:
+def test_a_device_is_shared_within_one_host_only(
+    server: Place, rank: Place, shared: bool
+) -> None:
     assert shares(server, rank) is shared

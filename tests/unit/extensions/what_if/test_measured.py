@@ -52,7 +52,9 @@ def lengths_of_groups() -> list[list[Episode]]:
     ],
     ids=["by step", "both", "by reply"],
 )
-def test_an_engine_is_found_by_which_other_settings_are_predicted(speed: EngineSpeed) -> None:
+def test_an_engine_is_found_by_which_other_settings_are_predicted(
+    speed: EngineSpeed,
+) -> None:
     work = Work(
         groups=lengths_of_groups(),
         groups_per_step=FLEET.groups_per_step,
@@ -106,12 +108,17 @@ def test_a_run_is_read_behind_its_warm_up(whole_run: Path) -> None:
     assert len(measured.work.groups) == 12 * 4
     assert {len(group) for group in measured.work.groups} == {4}
     assert [tokens for tokens, _ in measured.generation] == [5] * 12 * 16
-    rows = [json.loads(line) for line in (whole_run / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (whole_run / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [row for row in rows if row.get("step", 0) >= 5]
     step_s = statistics.fmean(row["step_s"] for row in steps)
     assert measured.step_s == pytest.approx(step_s)
     assert measured.tokens_per_s == pytest.approx(16 * 5 / step_s)
-    assert measured.lag_mean == pytest.approx(statistics.fmean(row["lag_mean"] for row in steps))
+    assert measured.lag_mean == pytest.approx(
+        statistics.fmean(row["lag_mean"] for row in steps)
+    )
 
 
 def test_steps_without_a_batch_count_in_no_mean(run_copy: Path) -> None:
@@ -123,7 +130,9 @@ def test_steps_without_a_batch_count_in_no_mean(run_copy: Path) -> None:
     assert measured.tokens_per_s == pytest.approx(16 * 5 / measured.step_s)
 
 
-def test_a_prediction_stands_beside_what_was_measured(whole_run, monkeypatch, capsys) -> None:
+def test_a_prediction_stands_beside_what_was_measured(
+    whole_run, monkeypatch, capsys
+) -> None:
     arguments = ["predict", f"--folder={whole_run}", "algorithm.max_staleness=0"]
     monkeypatch.setattr("sys.argv", arguments)
     assert program.main() == 0
@@ -138,7 +147,10 @@ def test_a_prediction_stands_beside_what_was_measured(whole_run, monkeypatch, ca
 @pytest.mark.parametrize(
     ("change", "refusal"),
     [
-        ("algorithm.loss=gspo", r"--if takes rollout_server\.count, .*, got algorithm\.loss"),
+        (
+            "algorithm.loss=gspo",
+            r"--if takes rollout_server\.count, .*, got algorithm\.loss",
+        ),
         ("algorithm.max_staleness=-1", "algorithm.max_staleness: .* got -1"),
         ("rollout_server.count=none", "rollout_server.count: "),
         ("rollout_server.max_episodes=3", "max_episodes"),
@@ -153,11 +165,15 @@ def test_a_run_without_steps_or_batches_is_refused(run_copy: Path) -> None:
     metrics = run_copy / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:10]))
-    with pytest.raises(ConfigError, match="predictions need 12 steps, and .* has 10 of"):
+    with pytest.raises(
+        ConfigError, match="predictions need 12 steps, and .* has 10 of"
+    ):
         predict(run_copy, ["algorithm.max_staleness=4"])
     metrics.write_text("".join(lines))
     shutil.rmtree(run_copy / "journal" / "batches")
-    with pytest.raises(ConfigError, match=r"has no batches of steps 5 to 16.*keep_batches"):
+    with pytest.raises(
+        ConfigError, match=r"has no batches of steps 5 to 16.*keep_batches"
+    ):
         predict(run_copy, ["algorithm.max_staleness=4"])
 
 
@@ -175,7 +191,9 @@ def test_replies_without_a_time_predict_nothing(whole_run: Path) -> None:
         ('algorithm.filter="unequal_rewards"', "leaves groups out, whose lengths"),
     ],
 )
-def test_a_run_that_the_simulation_does_not_know_is_refused(tmp_path, settings, refusal) -> None:
+def test_a_run_that_the_simulation_does_not_know_is_refused(
+    tmp_path, settings, refusal
+) -> None:
     name, _, value = settings.partition("=")
     changes = {name.replace(".", "__"): json.loads(value)}
     if "client_loop" in name:

@@ -80,7 +80,9 @@ def test_with_a_bound_of_one_a_slow_trainer_never_waits() -> None:
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_a_long_reply_has_as_many_steps_as_the_bound_and_one(max_staleness: int) -> None:
+def test_a_long_reply_has_as_many_steps_as_the_bound_and_one(
+    max_staleness: int,
+) -> None:
     # 100 engine steps of 0.1 s: the law of docs/internals/staleness.md with a trainer of no time.
     work = work_of([Episode(tokens=100, rest_s=0.0)], training_s=1e-6)
     prediction = predicted(work, max_staleness=max_staleness)

@@ -124,7 +124,9 @@ def test_the_tokens_of_highest_entropy_learn(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_clip_cov_takes_the_gradient_of_tokens_in_a_band_of_covariance(seed: int) -> None:
+def test_clip_cov_takes_the_gradient_of_tokens_in_a_band_of_covariance(
+    seed: int,
+) -> None:
     tokens = drawn(seed)
     plain = Plain(tokens)
     terms = covariance.clip_cov(

@@ -22,8 +22,14 @@ def _beside_its_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("body", "is_refused"),
     [
         ("-tokens.advantages * tokens.logprobs", False),
-        ("-tokens.advantages * (tokens.logprobs - tokens.behavior_logprobs).exp()", True),
-        ("-tokens.logprobs * ((tokens.logprobs - tokens.behavior_logprobs).detach() < 1)", True),
+        (
+            "-tokens.advantages * (tokens.logprobs - tokens.behavior_logprobs).exp()",
+            True,
+        ),
+        (
+            "-tokens.logprobs * ((tokens.logprobs - tokens.behavior_logprobs).detach() < 1)",
+            True,
+        ),
     ],
 )
 def test_ones_own_function_that_reads_the_engines_probabilities_needs_the_whole_vocabulary(

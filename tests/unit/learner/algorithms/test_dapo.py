@@ -42,11 +42,15 @@ def group_of(*rewards: float) -> list[Trajectory]:
 
 
 def shaped(group: list[Trajectory], config: Config) -> list[float]:
-    return [side.shaped_reward for sides in shaped_rewards(group, config) for side in sides]
+    return [
+        side.shaped_reward for sides in shaped_rewards(group, config) for side in sides
+    ]
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
-def test_answers_that_are_all_alike_are_left_out_however_long_they_are(reward: float) -> None:
+def test_answers_that_are_all_alike_are_left_out_however_long_they_are(
+    reward: float,
+) -> None:
     config = config_with(DAPO)
     group = group_of(reward, reward, reward, reward)
     assert shaped(group, config) == [reward, reward - 0.5, reward - 0.75, reward - 1.0]
@@ -63,12 +67,17 @@ def test_a_group_that_is_trained_learns_from_answers_less_their_penalties() -> N
     assert shaped(group, config) == [1.0, -0.5, 0.25, -1.0]
     batch = Batch(step=100, batch_id="b", trajectories=tuple(group))
     advantages = [
-        sequence.advantages[sequence.loss_mask] for sequence in training_sequences(batch, config)
+        sequence.advantages[sequence.loss_mask]
+        for sequence in training_sequences(batch, config)
     ]
     expected = [1.0625, -0.4375, 0.3125, -0.9375]
-    for token_advantages, centred, length in zip(advantages, expected, LENGTHS, strict=True):
+    for token_advantages, centred, length in zip(
+        advantages, expected, LENGTHS, strict=True
+    ):
         assert len(token_advantages) == length
-        np.testing.assert_allclose(token_advantages, centred / (0.7577722 + 1e-6), rtol=1e-6)
+        np.testing.assert_allclose(
+            token_advantages, centred / (0.7577722 + 1e-6), rtol=1e-6
+        )
 
 
 def test_ones_own_filter_sees_the_environments_reward_and_the_shaped_one(

@@ -80,7 +80,9 @@ PAIRS = [
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGES)
-def test_an_estimator_that_compares_groups_gives_single_episodes_nothing(estimator: str) -> None:
+def test_an_estimator_that_compares_groups_gives_single_episodes_nothing(
+    estimator: str,
+) -> None:
     singles = [
         episode("a", 1.0),
         episode("b", 2.0),
@@ -94,7 +96,9 @@ def test_an_estimator_that_compares_groups_gives_single_episodes_nothing(estimat
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGES)
-def test_an_estimator_that_compares_the_batch_depends_on_other_groups(estimator: str) -> None:
+def test_an_estimator_that_compares_the_batch_depends_on_other_groups(
+    estimator: str,
+) -> None:
     before = advantages(estimator, PAIRS)
     other_rewards = [
         *PAIRS[:2],
@@ -108,7 +112,9 @@ def test_an_estimator_that_compares_the_batch_depends_on_other_groups(estimator:
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGES)
-def test_an_estimator_that_sums_turns_does_not_ask_which_turn_earned(estimator: str) -> None:
+def test_an_estimator_that_sums_turns_does_not_ask_which_turn_earned(
+    estimator: str,
+) -> None:
     early = [
         episode("a", 1.0, earned_first=0.5),
         episode("a", 2.0, earned_first=1.5),
@@ -123,7 +129,9 @@ def test_an_estimator_that_sums_turns_does_not_ask_which_turn_earned(estimator: 
 
 
 @pytest.mark.parametrize("estimator", ADVANTAGES)
-def test_an_estimator_has_the_use_for_a_critic_that_its_row_says(estimator: str) -> None:
+def test_an_estimator_has_the_use_for_a_critic_that_its_row_says(
+    estimator: str,
+) -> None:
     use = "optional"
     try:
         results(estimator, PAIRS)
@@ -150,6 +158,8 @@ def test_the_page_of_metrics_names_all_estimators_that_compare_only_groups() -> 
     assert named("metrics.md", COMPARED) == names
 
 
-def test_the_page_of_algorithms_names_all_estimators_that_read_rewards_of_turns() -> None:
+def test_the_page_of_algorithms_names_all_estimators_that_read_rewards_of_turns() -> (
+    None
+):
     names = {name for name, row in ADVANTAGES.items() if not row.sums_turns} - {"none"}
     assert named("algorithms.md", EARNED) == names

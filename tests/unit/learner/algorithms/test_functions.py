@@ -130,12 +130,15 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name"), [(kind, name) for kind, names in FUNCTIONS.items() for name in names]
+    ("kind", "name"),
+    [(kind, name) for kind, names in FUNCTIONS.items() for name in names],
 )
 def test_built_in_functions_have_the_arguments_of_their_settings(kind, name):
     settings = {"cache_tokens": 1} if name == "overlong" else {}
     needs = {"kl": {"coefficient": 1.0}} if name == "none" else {}
-    function = function_of(algorithm(**{kind: name, f"{kind}_args": settings}, **needs), kind)
+    function = function_of(
+        algorithm(**{kind: name, f"{kind}_args": settings}, **needs), kind
+    )
     _, *keywords = inspect.signature(function.call.func).parameters.values()  # type: ignore[attr-defined]
     assert all(keyword.kind is keyword.KEYWORD_ONLY for keyword in keywords)
     fields = FUNCTIONS[kind][name].arguments.model_fields
@@ -146,7 +149,9 @@ def test_built_in_functions_have_the_arguments_of_their_settings(kind, name):
     assert {keyword.name: keyword.default for keyword in keywords} == defaults
 
 
-def test_ones_own_loss_is_called_with_its_arguments_and_reports_by_name(module: str) -> None:
+def test_ones_own_loss_is_called_with_its_arguments_and_reports_by_name(
+    module: str,
+) -> None:
     settings = {"loss": f"{module}:steep", "loss_args": {"factor": 3}}
     policy = torch.tensor([-2.0, -1.0], requires_grad=True)
     terms = terms_of(algorithm(**settings), loss_inputs(policy, policy.detach()))
@@ -163,10 +168,22 @@ def test_ones_own_loss_is_called_with_its_arguments_and_reports_by_name(module: 
     ("function", "given", "message"),
     [
         ("steep", {}, "algorithm.loss_args: loss {} needs the argument 'factor'"),
-        ("steep", {"factor": 0}, "factor of loss {}: input should be greater than 0, got 0"),
-        ("steep", {"factor": 1, "side": "up"}, "side of loss {}: input should be 'low' or 'high'"),
+        (
+            "steep",
+            {"factor": 0},
+            "factor of loss {}: input should be greater than 0, got 0",
+        ),
+        (
+            "steep",
+            {"factor": 1, "side": "up"},
+            "side of loss {}: input should be 'low' or 'high'",
+        ),
         ("steep", {"factr": 1}, "loss {} has no argument 'factr'; known: factor, side"),
-        ("loose", {}, "loss {} takes its inputs, and arguments behind a star: not factor: float"),
+        (
+            "loose",
+            {},
+            "loss {} takes its inputs, and arguments behind a star: not factor: float",
+        ),
         ("nothing", {}, "loss {} takes no inputs: they are its first parameter"),
         ("bare", {}, "the argument 'factor' of loss {} needs an annotation"),
         ("absent", {}, "algorithm.loss {}: MODULE has no function absent"),
@@ -183,12 +200,20 @@ def test_what_cannot_be_called_is_refused_in_one_line(module, function, given, m
 
 def test_a_module_that_cannot_be_imported_is_refused_in_one_line(module, tmp_path):
     for name, cause in (
-        ("nowhere_to_be_found:loss", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
-        (f"{module}_broken:loss", f"SyntaxError: '(' was never closed ({module}_broken.py:2)"),
+        (
+            "nowhere_to_be_found:loss",
+            "ModuleNotFoundError: No module named 'nowhere_to_be_found'",
+        ),
+        (
+            f"{module}_broken:loss",
+            f"SyntaxError: '(' was never closed ({module}_broken.py:2)",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             function_of(algorithm(loss=name), "loss")
-        assert str(caught.value).endswith(f"in {tmp_path} or Python's path failed: {cause}")
+        assert str(caught.value).endswith(
+            f"in {tmp_path} or Python's path failed: {cause}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -205,10 +230,14 @@ def test_a_module_that_cannot_be_imported_is_refused_in_one_line(module, tmp_pat
         ("wide", "the report wide is [], not [2]"),
     ],
 )
-def test_a_faulty_loss_is_named_in_one_line(module: str, function: str, what: str) -> None:
+def test_a_faulty_loss_is_named_in_one_line(
+    module: str, function: str, what: str
+) -> None:
     policy = torch.tensor([-2.0, -1.0], requires_grad=True)
     with pytest.raises(RunFailed) as caught:
-        terms_of(algorithm(loss=f"{module}:{function}"), loss_inputs(policy, policy.detach()))
+        terms_of(
+            algorithm(loss=f"{module}:{function}"), loss_inputs(policy, policy.detach())
+        )
     assert str(caught.value).startswith(f"loss {module}:{function} at a test: {what}")
     assert "\n" not in str(caught.value)
 
@@ -216,7 +245,9 @@ def test_a_faulty_loss_is_named_in_one_line(module: str, function: str, what: st
 def test_weights_have_no_gradient(module: str) -> None:
     policy = torch.tensor([-2.0, -1.0], requires_grad=True)
     tokens = loss_inputs(policy, policy.detach())
-    assert not weights_of(algorithm(weight=f"{module}:itself"), tokens).weights.requires_grad
+    assert not weights_of(
+        algorithm(weight=f"{module}:itself"), tokens
+    ).weights.requires_grad
 
 
 def episodes() -> list[ScoredEpisode]:
@@ -224,10 +255,15 @@ def episodes() -> list[ScoredEpisode]:
     return [ScoredEpisode(group, 1.0, np.zeros(2), lags=lags) for group in "ab"]
 
 
-def test_ones_own_advantage_is_one_number_or_an_array_for_each_episode(module: str) -> None:
+def test_ones_own_advantage_is_one_number_or_an_array_for_each_episode(
+    module: str,
+) -> None:
     settings = algorithm(advantage=f"{module}:counted", advantage_args={"most": 1})
     advantages = token_advantages(settings, episodes(), where="step 3")
-    assert [advantage.advantages.tolist() for advantage in advantages] == [[1.0, 1.0], [1.0, 1.0]]
+    assert [advantage.advantages.tolist() for advantage in advantages] == [
+        [1.0, 1.0],
+        [1.0, 1.0],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +276,9 @@ def test_ones_own_advantage_is_one_number_or_an_array_for_each_episode(module: s
         ("costly", "step 3: ValueError: assignment destination is read-only (own_"),
     ],
 )
-def test_a_faulty_advantage_is_named_in_one_line(module: str, function: str, what: str) -> None:
+def test_a_faulty_advantage_is_named_in_one_line(
+    module: str, function: str, what: str
+) -> None:
     settings = algorithm(advantage=f"{module}:{function}")
     with pytest.raises(RunFailed) as caught:
         token_advantages(settings, episodes(), where="step 3")
@@ -261,21 +299,33 @@ def test_a_faulty_reward_or_filter_is_named_in_one_line(module, function, what):
     group = [RewardedEpisode(1.0, {}, False, (2,), 10, "e", 0)] * 2
     with pytest.raises(RunFailed) as caught:
         rewarded(algorithm(reward=f"{module}:{function}"), group, where="group g1")
-    assert str(caught.value).startswith(f"reward {module}:{function} at group g1: {what}")
-    with pytest.raises(RunFailed, match=f"filter {module}:text at group g1: the result is neither"):
+    assert str(caught.value).startswith(
+        f"reward {module}:{function} at group g1: {what}"
+    )
+    with pytest.raises(
+        RunFailed, match=f"filter {module}:text at group g1: the result is neither"
+    ):
         filtered(algorithm(filter=f"{module}:text"), group, where="group g1")
 
 
 def test_rewards_and_advantages_report_numbers_of_episodes(module: str) -> None:
-    group = [RewardedEpisode(reward, {}, False, (2,), 10, "e", 0) for reward in (1.0, 3.0)]
-    episodes_rewarded = rewarded(algorithm(reward=f"{module}:shaped"), group, where="group g1")
-    assert [(episode.shaped_reward, episode.reports["half"]) for episode in episodes_rewarded] == [
+    group = [
+        RewardedEpisode(reward, {}, False, (2,), 10, "e", 0) for reward in (1.0, 3.0)
+    ]
+    episodes_rewarded = rewarded(
+        algorithm(reward=f"{module}:shaped"), group, where="group g1"
+    )
+    assert [
+        (episode.shaped_reward, episode.reports["half"])
+        for episode in episodes_rewarded
+    ] == [
         (0.5, 0.5),
         (1.5, 1.5),
     ]
     settings = algorithm(advantage=f"{module}:half_reported")
     assert [
-        advantage.reports for advantage in token_advantages(settings, episodes(), where="")
+        advantage.reports
+        for advantage in token_advantages(settings, episodes(), where="")
     ] == [{"ones": 1.0}] * 2
 
 
@@ -287,16 +337,24 @@ def test_functions_are_loaded_with_the_source_of_the_runs_start_only(module, tmp
     config = with_sources(small_config(algorithm={"reward": f"{module}:short"}))
     load_functions(config)
     (tmp_path / f"{module}.py").write_text(f"{OWN}\n# more\n")
-    with pytest.raises(ConfigError, match=f"the source of {module}:short is not that with which"):
+    with pytest.raises(
+        ConfigError, match=f"the source of {module}:short is not that with which"
+    ):
         load_functions(config)
 
 
-def test_a_replay_refuses_other_sources_and_arguments(module: str, tmp_path: Path) -> None:
+def test_a_replay_refuses_other_sources_and_arguments(
+    module: str, tmp_path: Path
+) -> None:
     name = f"{module}:steep"
     folder = tmp_path / "journal"
-    config = with_sources(small_config(algorithm={"loss": name, "loss_args": {"factor": 2.0}}))
+    config = with_sources(
+        small_config(algorithm={"loss": name, "loss_args": {"factor": 2.0}})
+    )
     with Journal(folder) as journal:
-        journal.append(kinds.Start(format=1, run_id="run", functions={**used_functions(config)}))
+        journal.append(
+            kinds.Start(format=1, run_id="run", functions={**used_functions(config)})
+        )
     check_functions(config, folder)
     other = small_config(algorithm={"loss": name, "loss_args": {"factor": 3.0}})
     message = f"others than recorded: loss {name} {{'factor': 2.0}}, loss {name} {{'factor': 3.0}}"
@@ -336,9 +394,12 @@ def trajectory(reward: float, *, reply: int = 1, truncated: bool = False) -> Tra
 
 
 @pytest.mark.parametrize(
-    ("tokens", "penalty"), [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (99, 1.0)]
+    ("tokens", "penalty"),
+    [(0, 0.0), (6, 0.0), (7, 0.25), (9, 0.75), (10, 1.0), (99, 1.0)],
 )
-def test_overlong_penalty_rises_linearly_over_the_last_tokens(tokens: int, penalty: float) -> None:
+def test_overlong_penalty_rises_linearly_over_the_last_tokens(
+    tokens: int, penalty: float
+) -> None:
     episode = RewardedEpisode(0.0, {}, False, (tokens,), 10, "e", 0)
     assert overlong([episode], penalty=1.0, cache_tokens=4) == [-penalty]
 
@@ -391,8 +452,12 @@ def test_filtered_episodes_give_no_variance() -> None:
 
 
 @pytest.mark.parametrize("name", ["mean_of_rewards", "first_decides"])
-def test_a_filter_is_never_called_with_a_group_in_which_no_episode_counts(name: str) -> None:
-    settings = config(filter=f"{wrong_algorithms.__name__}:{name}", leave_out_truncated=True)
+def test_a_filter_is_never_called_with_a_group_in_which_no_episode_counts(
+    name: str,
+) -> None:
+    settings = config(
+        filter=f"{wrong_algorithms.__name__}:{name}", leave_out_truncated=True
+    )
     cut = [trajectory(1.0, truncated=True)] * 2
     assert not is_trained(cut, settings)
     assert is_trained([*cut, trajectory(1.0)], settings)
@@ -401,7 +466,9 @@ def test_a_filter_is_never_called_with_a_group_in_which_no_episode_counts(name: 
 
 
 def played(first: float, second: float, *, reward: float = 0.0) -> Trajectory:
-    trajectory = dataclasses.replace(make_trajectory(3, 4), run_lengths=(1, 1, 1, 1, 1, 2))
+    trajectory = dataclasses.replace(
+        make_trajectory(3, 4), run_lengths=(1, 1, 1, 1, 1, 2)
+    )
     branches = (Branch(2, 1.0, "a", first), Branch(2), Branch(2, 1.0, "b", second))
     return dataclasses.replace(trajectory, reward=reward, branches=branches)
 

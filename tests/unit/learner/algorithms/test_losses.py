@@ -47,11 +47,15 @@ def test_log_ratios_of_any_size_give_finite_estimates(estimator, delta: float) -
 
 
 @pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
-def test_all_tokens_but_one_give_the_divergence_of_the_whole_vocabulary(estimator) -> None:
+def test_all_tokens_but_one_give_the_divergence_of_the_whole_vocabulary(
+    estimator,
+) -> None:
     logits, reference = softmax_policies()
     policy = logits.log_softmax(-1)
     divergence = top_k_divergence(policy[None, :-1], reference[None, :-1], estimator)
-    likelier, other = (reference, policy) if estimator == "forward_top_k" else (policy, reference)
+    likelier, other = (
+        (reference, policy) if estimator == "forward_top_k" else (policy, reference)
+    )
     expected = (likelier.exp() * (likelier - other)).sum()
     assert divergence.item() == pytest.approx(expected.item(), abs=1e-9)
     (ours,) = torch.autograd.grad(divergence.sum(), logits, retain_graph=True)
@@ -59,8 +63,13 @@ def test_all_tokens_but_one_give_the_divergence_of_the_whole_vocabulary(estimato
 
 
 @pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
-def test_certain_policies_and_references_give_finite_divergences_and_gradients(estimator) -> None:
-    for policy, reference in ([0.0, -60.0], [-0.7, -0.7]), ([-40.0, -50.0], [0.0, -9999.0]):
+def test_certain_policies_and_references_give_finite_divergences_and_gradients(
+    estimator,
+) -> None:
+    for policy, reference in (
+        ([0.0, -60.0], [-0.7, -0.7]),
+        ([-40.0, -50.0], [0.0, -9999.0]),
+    ):
         values = torch.tensor([policy], requires_grad=True)
         divergence = top_k_divergence(values, torch.tensor([reference]), estimator)
         assert divergence.isfinite().all()
@@ -91,7 +100,9 @@ def test_ppo_clips_the_side_that_would_gain_and_bounds_the_other(
     ratio: float, advantage: float, loss: float, gradient: float, clipped: str
 ) -> None:
     policy = torch.tensor([-1.0 + math.log(ratio)], requires_grad=True)
-    settings = algorithm(loss_args={"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0})
+    settings = algorithm(
+        loss_args={"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 3.0}
+    )
     tokens = loss_inputs(policy, torch.tensor([-1.0]), torch.tensor([advantage]))
     terms = terms_of(settings, tokens)
     assert terms.losses.item() == pytest.approx(loss)
@@ -106,7 +117,9 @@ def test_ppo_clips_the_side_that_would_gain_and_bounds_the_other(
 
 
 def test_cispo_cuts_the_weight_and_keeps_the_gradient() -> None:
-    policy = torch.tensor([math.log(1.1), math.log(4), math.log(0.1)], requires_grad=True)
+    policy = torch.tensor(
+        [math.log(1.1), math.log(4), math.log(0.1)], requires_grad=True
+    )
     advantages = torch.tensor([1.0, 2.0, -1.0])
     terms = losses.cispo(
         loss_inputs(policy, torch.zeros(3), advantages), clip_low=0.5, clip_high=1.0
@@ -122,7 +135,9 @@ def test_cispo_cuts_the_weight_and_keeps_the_gradient() -> None:
 @pytest.mark.parametrize("delta", [-1e3, 1e3])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_log_ratios_of_any_size_give_finite_losses_and_gradients(loss, advantage, delta):
+def test_log_ratios_of_any_size_give_finite_losses_and_gradients(
+    loss, advantage, delta
+):
     policy = torch.tensor([delta, delta], requires_grad=True)
     tokens = loss_inputs(policy, torch.zeros(2), torch.full((2,), advantage))
     terms = terms_of(algorithm(loss=loss), tokens)
@@ -144,11 +159,15 @@ RATIOS = [1.5, 4.0, 0.5, 0.25]
 IDS = [0, 0, 1, 1]
 
 
-def corrected(log_ratios: list[float] | None = None, weight: str = "token", **args) -> TokenWeights:
+def corrected(
+    log_ratios: list[float] | None = None, weight: str = "token", **args
+) -> TokenWeights:
     gaps = [math.log(ratio) for ratio in RATIOS] if log_ratios is None else log_ratios
     proximal = torch.tensor([-1.0 + gap for gap in gaps])
     policy = torch.full((4,), 9.0, requires_grad=True)
-    tokens = loss_inputs(policy, proximal, behavior=torch.full((4,), -1.0), sequence_ids=IDS)
+    tokens = loss_inputs(
+        policy, proximal, behavior=torch.full((4,), -1.0), sequence_ids=IDS
+    )
     return weights_of(algorithm(weight=weight, weight_args=args), tokens)
 
 
@@ -156,7 +175,12 @@ def test_token_weights_are_the_ratios_cut_at_the_cap() -> None:
     weights = corrected(cap=2.0)
     assert weights.weights.tolist() == pytest.approx([1.5, 2.0, 0.5, 0.25])
     assert weights.reports["importance_ratio_max"].tolist() == pytest.approx(RATIOS)
-    assert weights.reports["importance_capped_fraction"].tolist() == [False, True, False, False]
+    assert weights.reports["importance_capped_fraction"].tolist() == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert not weights.weights.requires_grad
 
 
@@ -166,14 +190,24 @@ def test_sequence_weights_are_the_products_of_the_ratios_cut_at_the_cap() -> Non
     assert weights.reports["importance_ratio_max"].tolist() == pytest.approx(
         [6.0, 6.0, 0.125, 0.125]
     )
-    assert weights.reports["importance_capped_fraction"].tolist() == [True, True, False, False]
+    assert weights.reports["importance_capped_fraction"].tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_icepop_masks_tokens_outside_the_band_and_weighs_those_within() -> None:
     weights = corrected(weight="token", cap=5.0, token_band=[0.5, 3.0])
     # The ends belong to the band.
     assert weights.weights.tolist() == pytest.approx([1.5, 0.0, 0.5, 0.0])
-    assert weights.reports["masked_token_fraction"].tolist() == [False, True, False, True]
+    assert weights.reports["masked_token_fraction"].tolist() == [
+        False,
+        True,
+        False,
+        True,
+    ]
     assert "masked_sequence_fraction" not in weights.reports
 
 
@@ -199,13 +233,17 @@ def test_weights_may_lead_to_the_present_policy_but_not_at_given_tokens() -> Non
 
 def test_cispo_has_no_lower_bound_with_a_clip_of_one() -> None:
     policy = torch.tensor([-9.0], requires_grad=True)
-    terms = losses.cispo(loss_inputs(policy, torch.zeros(1)), clip_low=1.0, clip_high=1.0)
+    terms = losses.cispo(
+        loss_inputs(policy, torch.zeros(1)), clip_low=1.0, clip_high=1.0
+    )
     assert slope(terms.losses, policy) == pytest.approx([-math.exp(-9)])
     assert not terms.reports["clip_fraction_low"].any()
 
 
 def test_masks_and_weights_combine() -> None:
-    weights = corrected(weight="token", cap=2.0, token_band=[0.4, 9.0], sequence_band=[0.3, 2.0])
+    weights = corrected(
+        weight="token", cap=2.0, token_band=[0.4, 9.0], sequence_band=[0.3, 2.0]
+    )
     assert weights.weights.tolist() == pytest.approx([0.0, 0.0, 0.5, 0.0])
 
 
@@ -233,7 +271,9 @@ def test_factors_without_bounds_are_the_whole_ratio(to: str) -> None:
     tokens = split_tokens()
     unbounded = {"engine_cap": 1e9, "staleness_cap": 1e9, "to": to}
     split = weights_of(algorithm(weight="split", weight_args=unbounded), tokens).weights
-    token = weights_of(algorithm(weight="token", weight_args={"cap": 1e9, "to": to}), tokens)
+    token = weights_of(
+        algorithm(weight="token", weight_args={"cap": 1e9, "to": to}), tokens
+    )
     torch.testing.assert_close(split, token.weights, rtol=1e-12, atol=0.0)
 
 
@@ -256,7 +296,9 @@ def test_each_factor_has_bounds_of_its_own(name: str) -> None:
     result = weights_of(algorithm(weight="split", weight_args=arguments), tokens)
     expected = []
     for places in ([0, 1, 2, 3], [4, 5, 6]):
-        mean = math.exp(sum(float(log_ratios[name][place]) for place in places) / len(places))
+        mean = math.exp(
+            sum(float(log_ratios[name][place]) for place in places) / len(places)
+        )
         for place in places:
             ratio = math.exp(float(log_ratios[name][place]))
             factor = min(ratio, 1.1) * (0.7 <= ratio <= 1.5) * (0.95 <= mean <= 2.0)
@@ -285,5 +327,7 @@ def test_a_token_counts_as_capped_if_either_factor_is() -> None:
 
 def test_a_split_without_scores_by_versions_is_a_fault() -> None:
     tokens = dataclasses.replace(split_tokens(), version_logprobs=None)
-    with pytest.raises(RunFailed, match="no log-probabilities by the versions that sampled"):
+    with pytest.raises(
+        RunFailed, match="no log-probabilities by the versions that sampled"
+    ):
         weights_of(algorithm(weight="split"), tokens)

@@ -59,7 +59,8 @@ def test_gmpo_has_the_value_and_gradient_of_the_papers_geometric_mean() -> None:
     theirs = (old + moved).requires_grad_()
     ratios = (theirs - old).exp()
     objectives = torch.minimum(
-        ratios * token_values, ratios.clamp(math.exp(-0.4), math.exp(0.4)) * token_values
+        ratios * token_values,
+        ratios.clamp(math.exp(-0.4), math.exp(0.4)) * token_values,
     )
     roots = [
         part.abs().prod() ** (1 / length) * math.copysign(1, advantage)
@@ -81,10 +82,16 @@ def test_gmpo_has_the_value_and_gradient_of_the_papers_geometric_mean() -> None:
 def test_gmpo_stays_finite_and_reads_no_masked_token() -> None:
     moved = torch.tensor([50.0, -50.0, 7.0], requires_grad=True)
     mask = torch.tensor([True, True, False])
-    inputs = tokens_of(moved, torch.zeros(3), torch.tensor([-1.0, -1.0, 1.0]), [0, 0, 0], mask)
+    inputs = tokens_of(
+        moved, torch.zeros(3), torch.tensor([-1.0, -1.0, 1.0]), [0, 0, 0], mask
+    )
     losses = gmpo.loss(inputs).losses
     losses[mask].sum().backward()
-    assert losses.isfinite().all() and moved.grad is not None and moved.grad.isfinite().all()
+    assert (
+        losses.isfinite().all()
+        and moved.grad is not None
+        and moved.grad.isfinite().all()
+    )
     # The mean of 50 and -0.4 is limited to 20.
     assert losses[:2].tolist() == pytest.approx([math.exp(20)] * 2)
 
@@ -94,7 +101,9 @@ def test_dppo_leaves_out_tokens_that_moved_too_far_with_their_advantage() -> Non
     behavior = torch.tensor([0.3, 0.3, 0.5, 0.5, 0.01], dtype=torch.float64)
     advantages = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
     logprobs = policy.log().requires_grad_()
-    weights = dppo.weight(tokens_of(logprobs, behavior.log(), advantages, [0] * 5), bound=0.15)
+    weights = dppo.weight(
+        tokens_of(logprobs, behavior.log(), advantages, [0] * 5), bound=0.15
+    )
     # PPO would clip the last one, whose ratio is 2; the total variation is only 0.01.
     assert weights.weights.tolist() == pytest.approx([0, 5 / 3, 0, 0.6, 2])
     assert weights.reports["dppo_masked"].tolist() == [1, 0, 1, 0, 0]

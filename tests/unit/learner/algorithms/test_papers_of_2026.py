@@ -205,7 +205,9 @@ def test_gdpo_takes_no_rounding_error_for_a_difference() -> None:
     assert not len(gdpo.advantage([]))
 
 
-def test_gdpo_refuses_another_number_of_weights_and_a_metric_that_is_not_there() -> None:
+def test_gdpo_refuses_another_number_of_weights_and_a_metric_that_is_not_there() -> (
+    None
+):
     episodes = [
         episode("a", 3.0),
         episode("a", 1.0),

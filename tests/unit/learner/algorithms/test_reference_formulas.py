@@ -245,7 +245,9 @@ def test_rewards_are_those_of_their_formula(name: str, arguments: Arguments) -> 
 
 @pytest.mark.parametrize("name", FUNCTIONS["filter"])
 @pytest.mark.parametrize("rewards", [(0.0, 0.0), (1.0, 0.0), (1.0, 1.0)])
-def test_filters_are_those_of_their_formula(name: str, rewards: tuple[float, ...]) -> None:
+def test_filters_are_those_of_their_formula(
+    name: str, rewards: tuple[float, ...]
+) -> None:
     settings = algorithm(filter=name)
     group = [episode_of(reward) for reward in rewards]
     is_trained = filtered(settings, group, where="a test")

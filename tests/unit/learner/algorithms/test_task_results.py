@@ -38,10 +38,22 @@ def weighed(result: object) -> np.ndarray:
     ("weights", "rule"),
     [
         ([1.0], "weights of shape (1,) for 2 tasks: there must be one for each"),
-        ([[1.0, 2.0]], "weights of shape (1, 2) for 2 tasks: there must be one for each"),
-        ([1.0, math.nan], "the weight of task 1 is nan: a weight must be finite and at least 0"),
-        ([math.inf, 1], "the weight of task 0 is inf: a weight must be finite and at least 0"),
-        ([0.5, -1e-9], "the weight of task 1 is -1e-09: a weight must be finite and at least 0"),
+        (
+            [[1.0, 2.0]],
+            "weights of shape (1, 2) for 2 tasks: there must be one for each",
+        ),
+        (
+            [1.0, math.nan],
+            "the weight of task 1 is nan: a weight must be finite and at least 0",
+        ),
+        (
+            [math.inf, 1],
+            "the weight of task 0 is inf: a weight must be finite and at least 0",
+        ),
+        (
+            [0.5, -1e-9],
+            "the weight of task 1 is -1e-09: a weight must be finite and at least 0",
+        ),
         ([0, 0], "all 2 weights are 0: some task must be drawn"),
         ([1e308, 1e308], "the sum of the weights is not finite: they must be smaller"),
         (None, "weights of shape () for 2 tasks: there must be one for each"),
@@ -87,7 +99,11 @@ def test_a_function_cannot_change_what_it_sees():
             {"flor": 1},
             "has no argument 'flor'; known: floor",
         ),
-        ("deploy.algorithms.task_weights:half_solved", {"floor": 2}, "floor of task sampler"),
+        (
+            "deploy.algorithms.task_weights:half_solved",
+            {"floor": 2},
+            "floor of task sampler",
+        ),
     ],
 )
 def test_a_function_that_cannot_be_loaded_names_its_setting(name, arguments, line):

@@ -7,7 +7,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.learner.algorithms.advantages import gae, grpo, reinforce_pp, return_to_go, turn_gae
+from slipstream.learner.algorithms.advantages import (
+    gae,
+    grpo,
+    reinforce_pp,
+    return_to_go,
+    turn_gae,
+)
 from slipstream.learner.algorithms.episodes import ScoredEpisode, Turn
 
 from deploy.algorithms import gigpo
@@ -15,7 +21,9 @@ from deploy.algorithms import gigpo
 NUMBER = st.floats(-2, 2, width=32)
 
 
-def episode(group: str, turns: list[list[float]], states: list[int], values=None) -> ScoredEpisode:
+def episode(
+    group: str, turns: list[list[float]], states: list[int], values=None
+) -> ScoredEpisode:
     """An episode of one branch; `turns` has the reward of each token of each turn."""
     ends = np.cumsum([0, *map(len, turns)])
     spans = [slice(a, b) for a, b in zip(ends, ends[1:], strict=False)]
@@ -35,8 +43,12 @@ def batches(draw):
     """Episodes of one or two groups, with one to four turns of one to three tokens each."""
     episodes_made = []
     for _ in range(draw(st.integers(1, 6))):
-        turns = draw(st.lists(st.lists(NUMBER, min_size=1, max_size=3), min_size=1, max_size=4))
-        states = draw(st.lists(st.integers(0, 1), min_size=len(turns), max_size=len(turns)))
+        turns = draw(
+            st.lists(st.lists(NUMBER, min_size=1, max_size=3), min_size=1, max_size=4)
+        )
+        states = draw(
+            st.lists(st.integers(0, 1), min_size=len(turns), max_size=len(turns))
+        )
         values = draw(st.lists(NUMBER, min_size=12, max_size=12))
         episodes_made.append((draw(st.sampled_from("ab")), turns, states, values))
     return episodes_made
@@ -60,7 +72,8 @@ def plain_returns(turns: list[list[float]], gamma: float) -> list[list[float]]:
     """The return of each token of each turn by its definition: a sum over all later tokens."""
     return [
         [
-            sum(turn[t:]) + sum(gamma ** (k - n) * sum(turns[k]) for k in range(n + 1, len(turns)))
+            sum(turn[t:])
+            + sum(gamma ** (k - n) * sum(turns[k]) for k in range(n + 1, len(turns)))
             for t in range(len(turn))
         ]
         for n, turn in enumerate(turns)
@@ -83,7 +96,9 @@ def test_return_to_go_is_that_of_its_definition(made, gamma, normalize):
         expected = []
         for n, turn in enumerate(of_turns):
             centred, deviation = facts[e, n]
-            expected += [(g - turn[0] + centred) / (deviation if normalize else 1) for g in turn]
+            expected += [
+                (g - turn[0] + centred) / (deviation if normalize else 1) for g in turn
+            ]
         assert estimates[e] == pytest.approx(expected, rel=1e-6, abs=1e-5)
 
 
@@ -96,17 +111,23 @@ def test_gae_over_turns_is_that_of_its_definition(made, lam):
         for (_, turns, _, values), estimate in zip(made, found, strict=True):
             starts = np.cumsum([0, *map(len, turns)]).tolist()
             worth = [values[at] if has_values else 0.0 for at in starts[:-1]] + [0.0]
-            deltas = [sum(t) + gamma * worth[n + 1] - worth[n] for n, t in enumerate(turns)]
+            deltas = [
+                sum(t) + gamma * worth[n + 1] - worth[n] for n, t in enumerate(turns)
+            ]
             estimates = [
                 sum((gamma * lam) ** (k - n) * deltas[k] for k in range(n, len(turns)))
                 for n in range(len(turns))
             ]
-            expected = [a for a, turn in zip(estimates, turns, strict=True) for _ in turn]
+            expected = [
+                a for a, turn in zip(estimates, turns, strict=True) for _ in turn
+            ]
             assert estimate.advantages == pytest.approx(expected, abs=1e-9)
             assert (estimate.returns is None) is not has_values
             if estimate.returns is not None:
                 targets = [a + w for a, w in zip(estimates, worth, strict=False)]
-                token_targets = [r for r, turn in zip(targets, turns, strict=True) for _ in turn]
+                token_targets = [
+                    r for r, turn in zip(targets, turns, strict=True) for _ in turn
+                ]
                 assert estimate.returns == pytest.approx(token_targets, abs=1e-9)
 
 
@@ -115,7 +136,10 @@ def test_gigpo_is_the_papers_sum_of_two_comparisons(made, by_deviation):
     """Eq. 3 (episodes), 7 (anchor states) and 8 (their sum) of arXiv:2505.10978."""
     gamma = 0.95
     omega = 0.5
-    totals = {e: float(np.sum(np.concatenate(turns))) for e, (_, turns, _, _) in enumerate(made)}
+    totals = {
+        e: float(np.sum(np.concatenate(turns)))
+        for e, (_, turns, _, _) in enumerate(made)
+    }
     of_episodes = scaled(
         totals, {e: totals_of_episode[0] for e, totals_of_episode in enumerate(made)}
     )
@@ -124,13 +148,20 @@ def test_gigpo_is_the_papers_sum_of_two_comparisons(made, by_deviation):
         for e, (_, turns, _, _) in enumerate(made)
         for n, turn_return in enumerate(plain_returns(turns, gamma))
     }
-    of_steps = scaled(returns, {(e, n): (made[e][0], made[e][2][n]) for e, n in returns})
+    of_steps = scaled(
+        returns, {(e, n): (made[e][0], made[e][2][n]) for e, n in returns}
+    )
     episodes = [episode(g, t, s) for g, t, s, _ in made]
-    advantages = gigpo.advantage(episodes, omega=omega, gamma=gamma, by_deviation=by_deviation)
+    advantages = gigpo.advantage(
+        episodes, omega=omega, gamma=gamma, by_deviation=by_deviation
+    )
     for e, (_, turns, _, _) in enumerate(made):
         expected: list[float] = []
         for n, turn in enumerate(turns):
-            parts = [c / (d if by_deviation else 1) for c, d in (of_episodes[e], of_steps[e, n])]
+            parts = [
+                c / (d if by_deviation else 1)
+                for c, d in (of_episodes[e], of_steps[e, n])
+            ]
             expected += [parts[0] + omega * parts[1]] * len(turn)
         assert advantages[e] == pytest.approx(expected, rel=1e-6, abs=1e-5)
 

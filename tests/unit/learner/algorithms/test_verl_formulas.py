@@ -38,7 +38,9 @@ def ratios(log_ratio: Tensor) -> LossInputs:
 
 def rewards() -> tuple[list[float], list[np.ndarray]]:
     random = np.random.default_rng(3)
-    return random.normal(size=6).tolist(), [random.normal(size=n) * 0.1 for n in LENGTHS]
+    return random.normal(size=6).tolist(), [
+        random.normal(size=n) * 0.1 for n in LENGTHS
+    ]
 
 
 def verl_rewards() -> Tensor:
@@ -55,7 +57,8 @@ def ours(kind: str, values: list[np.ndarray] | None = None, **settings) -> np.nd
     outcome, costs = rewards()
     critic_values = values if values is not None else [None] * 6
     episodes = [
-        ScoredEpisode(*parts) for parts in zip(GROUPS, outcome, costs, critic_values, strict=True)
+        ScoredEpisode(*parts)
+        for parts in zip(GROUPS, outcome, costs, critic_values, strict=True)
     ]
     advantages = token_advantages(
         algorithm(advantage=kind, advantage_args=settings), episodes, where="a test"
@@ -72,7 +75,12 @@ TOKENS = (NUM_TOKENS / (NUM_TOKENS - 1)) ** 0.5
     ("kind", "formula", "settings", "scale"),
     [
         ("grpo", "compute_grpo_outcome_advantage", {}, MEMBERS),
-        ("dr_grpo", "compute_grpo_outcome_advantage", {"norm_adv_by_std_in_grpo": False}, 1),
+        (
+            "dr_grpo",
+            "compute_grpo_outcome_advantage",
+            {"norm_adv_by_std_in_grpo": False},
+            1,
+        ),
         ("rloo", "compute_rloo_outcome_advantage", {}, 1),
         (
             "reinforce_pp_baseline",
@@ -88,12 +96,21 @@ TOKENS = (NUM_TOKENS / (NUM_TOKENS - 1)) ** 0.5
         ),
     ],
 )
-def test_advantages_are_verls(kind: str, formula: str, settings: dict, scale: float) -> None:
-    arguments = {} if kind == "reinforce_pp" else {"index": np.array(GROUPS, dtype=object)}
-    expected, _ = getattr(core_algos(), formula)(
-        token_level_rewards=verl_rewards(), response_mask=MASK.double(), **arguments, **settings
+def test_advantages_are_verls(
+    kind: str, formula: str, settings: dict, scale: float
+) -> None:
+    arguments = (
+        {} if kind == "reinforce_pp" else {"index": np.array(GROUPS, dtype=object)}
     )
-    assert ours(kind) == pytest.approx(scale * packed(expected).numpy(), rel=1e-4, abs=1e-6)
+    expected, _ = getattr(core_algos(), formula)(
+        token_level_rewards=verl_rewards(),
+        response_mask=MASK.double(),
+        **arguments,
+        **settings,
+    )
+    assert ours(kind) == pytest.approx(
+        scale * packed(expected).numpy(), rel=1e-4, abs=1e-6
+    )
 
 
 def test_gae_is_verls() -> None:
@@ -106,7 +123,9 @@ def test_gae_is_verls() -> None:
         lam=0.8,
     )
     estimates = ours("gae", values, gamma=0.9, lam=0.8)
-    assert estimates == pytest.approx(TOKENS * packed(expected).numpy(), rel=1e-4, abs=1e-6)
+    assert estimates == pytest.approx(
+        TOKENS * packed(expected).numpy(), rel=1e-4, abs=1e-6
+    )
     raw = ours("gae", values, gamma=0.9, lam=0.8, normalize=False)
     assert raw + np.concatenate(values) == pytest.approx(packed(returns).numpy())
 
@@ -154,10 +173,14 @@ def test_losses_and_gradients_are_verls(loss, settings, name, config, aggregatio
         rollout_is_weights=weights,
     )
     (slope,) = torch.autograd.grad(expected, policy)
-    tokens = loss_inputs(packed(policy), packed(old), packed(advantages), sequence_ids=IDS)
+    tokens = loss_inputs(
+        packed(policy), packed(old), packed(advantages), sequence_ids=IDS
+    )
     parts = terms_of(algorithm(loss=loss, loss_args=settings), tokens)
     counts = loss_weights(LENGTHS, aggregation, fixed_tokens=7)
-    token_counts = torch.tensor([w for w, n in zip(counts, LENGTHS, strict=True) for _ in range(n)])
+    token_counts = torch.tensor(
+        [w for w, n in zip(counts, LENGTHS, strict=True) for _ in range(n)]
+    )
     found = (packed(weights) * token_counts * parts.losses).sum() / NUM_TOKENS
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, policy)[0], slope)

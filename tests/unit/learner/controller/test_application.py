@@ -12,10 +12,16 @@ async def work() -> None:
 
 def never_awaited(warnings: pytest.WarningsRecorder) -> list[str]:
     gc.collect()
-    return [str(warning.message) for warning in warnings if warning.category is RuntimeWarning]
+    return [
+        str(warning.message)
+        for warning in warnings
+        if warning.category is RuntimeWarning
+    ]
 
 
-async def test_a_task_that_comes_behind_the_end_is_refused_and_its_coroutine_closed(recwarn):
+async def test_a_task_that_comes_behind_the_end_is_refused_and_its_coroutine_closed(
+    recwarn,
+):
     async with RunTasks(print) as tasks:
         pass
     with pytest.raises(RuntimeError, match="is finished"):

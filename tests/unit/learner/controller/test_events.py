@@ -37,10 +37,14 @@ async def test_long_events_push_out_older_ones_before_ten_thousand_are_kept() ->
     texts = [event async for event in events.follow(0)]
     assert sum(event.ByteSize() for event in texts) <= MAX_BYTES
     assert len(texts) > MAX_BYTES // MAX_CHARACTERS - 10
-    assert [event.number for event in texts] == list(range(number + 2 - len(texts), number + 2))
+    assert [event.number for event in texts] == list(
+        range(number + 2 - len(texts), number + 2)
+    )
 
 
-async def test_a_follower_that_is_behind_begins_with_the_oldest_event_that_is_kept() -> None:
+async def test_a_follower_that_is_behind_begins_with_the_oldest_event_that_is_kept() -> (
+    None
+):
     events = EventLog()
     for step in range(MAX_EVENTS + 5):
         events.add("a version", step=step + 1, metrics={"reward_mean": 0.5})
@@ -90,7 +94,9 @@ async def test_a_task_wakes_once_for_all_changes_of_a_moment() -> None:
 async def test_a_notice_wakes_those_that_wait_and_no_later_ones() -> None:
     signal = Signal()
     signal.notify()
-    waiting = [asyncio.create_task(signal.changes(60.0, gather_s=0.0)) for _ in range(2)]
+    waiting = [
+        asyncio.create_task(signal.changes(60.0, gather_s=0.0)) for _ in range(2)
+    ]
     await asyncio.sleep(0)
     signal.notify()
     await asyncio.wait_for(asyncio.gather(*waiting), LIMIT_S)

@@ -60,7 +60,10 @@ async def lines_of_publish(num_servers: int) -> int:
     run = run_of(weights={"verify_every": 100, "bucket_deadline_s": 100.0})
     async with asyncio.timeout(100), asyncio.TaskGroup() as tasks:
         scene = Scene(run, tasks)
-        servers = [scene.session, *(scene.joined(f"s{n}") for n in range(num_servers - 1))]
+        servers = [
+            scene.session,
+            *(scene.joined(f"s{n}") for n in range(num_servers - 1)),
+        ]
         await publish(scene, servers)
         scene.make_version(1)
         with counted() as work:
@@ -69,13 +72,17 @@ async def lines_of_publish(num_servers: int) -> int:
     return work.num_lines
 
 
-async def test_a_publish_costs_the_same_for_each_server_of_a_small_and_a_large_fleet() -> None:
+async def test_a_publish_costs_the_same_for_each_server_of_a_small_and_a_large_fleet() -> (
+    None
+):
     few, many = [await lines_of_publish(number) for number in (16, 64)]
     assert many < 4 * few
     assert (many - few) / 48 < 800
 
 
-async def test_a_fleet_that_serves_the_newest_version_is_not_looked_through(tmp_path: Path) -> None:
+async def test_a_fleet_that_serves_the_newest_version_is_not_looked_through(
+    tmp_path: Path,
+) -> None:
     lines = []
     for number in (16, 64):
         with Journal(tmp_path / str(number) / "journal") as journal:

@@ -24,12 +24,23 @@ def test_a_line_that_finds_no_room_raises_nothing_and_later_ones_are_written(tmp
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         log.warning("three")
     lines = path.read_text().splitlines()
-    assert [line.split()[-2:] for line in lines] == [["INFO", "one"], ["WARNING", "three"]]
+    assert [line.split()[-2:] for line in lines] == [
+        ["INFO", "one"],
+        ["WARNING", "three"],
+    ]
 
 
 @pytest.mark.process
-def test_last_words_for_which_there_is_no_room_keep_their_exit_code(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "slipstream.learner.controller", "--config", str(tmp_path)]
+def test_last_words_for_which_there_is_no_room_keep_their_exit_code(
+    tmp_path: Path,
+) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "slipstream.learner.controller",
+        "--config",
+        str(tmp_path),
+    ]
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(command, stderr=full, check=False, timeout=100)
     assert done.returncode == 2

@@ -9,7 +9,9 @@ from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD, plain_group
 
 NO_REPORT = fleet_pb2.ServerReport()
-NOTHING = dict.fromkeys(("staleness", "slots", "server", "environment", "queue", "nothing"), 0.0)
+NOTHING = dict.fromkeys(
+    ("staleness", "slots", "server", "environment", "queue", "nothing"), 0.0
+)
 
 
 def report(busy_s: float, paused_s: float, uptime_s: float) -> fleet_pb2.ServerReport:
@@ -54,7 +56,9 @@ def test_pauses_without_requests_leave_the_time_of_sampling_as_it_is() -> None:
     # Learner and engine in turn: 4 s of sampling, then 5 s of rest in which no request is open.
     times.report(NO_REPORT, report(4.0, 5.0, 10.0))
     step_times = times.step([], 0.0, waited_s=0.0, lease_waits_s=NOTHING)
-    shares = [step_times[f"servers_{name}_share"] for name in ("sampling", "paused", "idle")]
+    shares = [
+        step_times[f"servers_{name}_share"] for name in ("sampling", "paused", "idle")
+    ]
     assert shares == pytest.approx([0.4, 0.5, 0.1])
 
 

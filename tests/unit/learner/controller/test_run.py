@@ -56,7 +56,9 @@ async def test_a_server_is_not_silent_while_the_loop_stands_still() -> None:
             await run.signal.changes(1.0, gather_s=0.0)
     cause = fleet.departed[session.key.server_id].cause
     # Not of the time in which the loop was blocked.
-    assert 0.6 <= float(cause.removeprefix("silent for ").removesuffix(" s")) < 1.5, cause
+    assert 0.6 <= float(cause.removeprefix("silent for ").removesuffix(" s")) < 1.5, (
+        cause
+    )
     watching.cancel()
     with pytest.raises(asyncio.CancelledError):
         await watching
@@ -84,7 +86,9 @@ async def test_a_report_that_never_comes_is_waited_for_until_its_limit() -> None
     assert not report.done()
 
 
-changes = st.lists(st.tuples(st.integers(0, 100), st.booleans(), st.booleans()), max_size=20)
+changes = st.lists(
+    st.tuples(st.integers(0, 100), st.booleans(), st.booleans()), max_size=20
+)
 
 
 @given(changes, st.integers(0, 100))

@@ -31,7 +31,9 @@ def make_book(*weights: float, num_tasks: int = 5) -> EnvironmentBook:
 
 def add(book, name, weight=1.0, num_tasks=5):
     purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
-    entry = book.add(environment_pb2.EnvironmentSpec(name=name, weight=weight, purpose=purpose))
+    entry = book.add(
+        environment_pb2.EnvironmentSpec(name=name, weight=weight, purpose=purpose)
+    )
     entry.loaded(KEY, num_tasks)
     return entry
 
@@ -50,10 +52,13 @@ def test_weights_govern_accepted_groups():
 
 
 @pytest.mark.parametrize(
-    ("one_in", "trained", "leased"), [(1, 20, 20), (2, 20, 40), (4, 13, 53), (1000, 0, 53)]
+    ("one_in", "trained", "leased"),
+    [(1, 20, 20), (2, 20, 40), (4, 13, 53), (1000, 0, 53)],
 )
 @pytest.mark.parametrize("how", ["filtered", "failed"])
-def test_shares_are_of_trained_groups_within_twice_the_leases(how, one_in, trained, leased):
+def test_shares_are_of_trained_groups_within_twice_the_leases(
+    how, one_in, trained, leased
+):
     book = make_book(1.0, 1.0)
     counts = Counter()
     while counts.total() < 40 if one_in <= 2 else counts["e1"] < 27:
@@ -148,7 +153,9 @@ def test_an_environment_without_end_goes_on_counting():
 
 
 def fail(book, number, *, oldest_open=math.inf):
-    return book.entries["e0"].group_failed(number, "broken", oldest_open=oldest_open, most=2)
+    return book.entries["e0"].group_failed(
+        number, "broken", oldest_open=oldest_open, most=2
+    )
 
 
 def test_an_environment_whose_newest_groups_all_failed_is_to_be_suspended():
@@ -194,12 +201,18 @@ def test_each_cause_of_a_failure_or_an_end_is_told_once_and_only_the_first_few()
     (entry,) = make_book(1.0).training()
     for kind in ("failure", "worker"):
         causes = ["a", "a", "b", "a", "c", "d", "b", "d"]
-        assert [cause for cause in causes if entry.is_news(kind, cause)] == ["a", "b", "c"]
+        assert [cause for cause in causes if entry.is_news(kind, cause)] == [
+            "a",
+            "b",
+            "c",
+        ]
 
 
 def test_a_run_with_ever_new_causes_remembers_the_newest_kinds() -> None:
     entry = add(make_book(), "e")
-    kinds_told = [f"set aside: request {number} failed" for number in range(MAX_KINDS + 5)]
+    kinds_told = [
+        f"set aside: request {number} failed" for number in range(MAX_KINDS + 5)
+    ]
     assert all(entry.is_news(kind, "17") for kind in kinds_told)
     assert len(entry.told) == MAX_KINDS
     assert not entry.is_news(kinds_told[-1], "17")
@@ -213,9 +226,14 @@ def test_an_evaluation_tells_its_newest_round_only():
     heldout = book.add(spec)
     assert not heldout.describe().HasField("newest_round")
     # The second is in the configuration no more.
-    first = {"held": {"reward_mean": 0.25, "pass_at_1": 0.5}, "gone": {"reward_mean": 1.0}}
+    first = {
+        "held": {"reward_mean": 0.25, "pass_at_1": 0.5},
+        "gone": {"reward_mean": 1.0},
+    }
     for version, numbers in ((0, first), (50, {"held": {"reward_mean": 0.75}})):
-        record = kinds.Evaluation(version=version, episodes=1, failed=0, evaluations=numbers)
+        record = kinds.Evaluation(
+            version=version, episodes=1, failed=0, evaluations=numbers
+        )
         book._state.apply(record)
     newest = environment_from_pb(heldout.describe()).newest_round
     assert (newest.step, dict(newest.numbers)) == (50, {"reward_mean": 0.75})
@@ -307,7 +325,9 @@ async def test_a_client_cannot_answer_what_another_was_asked() -> None:
     assert (answer.message.call_id, answer.message.verdict.reward) == (5, 0.5)
 
 
-async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(monkeypatch) -> None:
+async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr(session, "MAX_MESSAGES", 2)
     clients = Clients()
     calls = Stream()
@@ -329,7 +349,9 @@ async def test_a_client_that_leaves_is_reported_though_a_server_does_not_read(mo
     assert len(rest) == 1
 
 
-async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_open() -> None:
+async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_open() -> (
+    None
+):
     clients = Clients()
     calls = Stream()
     commands = await clients.come("agent")
@@ -356,7 +378,10 @@ async def test_an_agent_is_followed_by_one_call_and_its_last_parts_leave_none_op
         answer.call_id = followed.call_id
         clients.said["agent"].say(answer)
     async with asyncio.timeout(LIMIT_S):
-        came = [(await comes).message, *[(await anext(answers)).message for _ in range(2)]]
+        came = [
+            (await comes).message,
+            *[(await anext(answers)).message for _ in range(2)],
+        ]
     assert [message.call_id for message in came] == [4, 4, 4]
     assert [message.agent_call.call for message in came] == [1, 2, 0]
     assert came[-1].agent_result.reward == 1.0
@@ -391,19 +416,25 @@ async def test_clients_close_what_a_lost_server_has_left_open() -> None:
     assert not clients.relay._calls
 
 
-async def test_an_agent_whose_last_part_finds_no_room_is_told_as_lost(monkeypatch) -> None:
+async def test_an_agent_whose_last_part_finds_no_room_is_told_as_lost(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr(session, "MAX_MESSAGES", 3)
     clients = Clients()
     calls = Stream()
     await clients.come("frozen")
     answers = clients.relay.call_environments(aiter(calls))
-    follow = pb.WorkerCommand(call_id=1, follow_agent=pb.FollowAgentCommand(episode_key="e"))
+    follow = pb.WorkerCommand(
+        call_id=1, follow_agent=pb.FollowAgentCommand(episode_key="e")
+    )
     calls.say(fleet_pb2.EnvironmentCall(environment="frozen", command=follow))
     answer_comes = asyncio.ensure_future(anext(answers))
     await asyncio.wait_for(clients.first, LIMIT_S)
     for number in range(2, 5):
         calls.say(call("frozen", number))
-    last = pb.WorkerCommand(call_id=5, reply_part=pb.ReplyPart(episode_key="e", is_last=True))
+    last = pb.WorkerCommand(
+        call_id=5, reply_part=pb.ReplyPart(episode_key="e", is_last=True)
+    )
     calls.say(fleet_pb2.EnvironmentCall(environment="frozen", command=last))
     async with asyncio.timeout(LIMIT_S):
         answers_lost = [await answer_comes, await anext(answers)]

@@ -67,7 +67,9 @@ async def test_a_trainer_that_never_ends_a_publish_ends_the_run(*, begun: bool) 
         assert not scene.fleet.serving()
         await watched.until_over()
         assert run.progress.state == status_pb2.RUN_STATE_FAILED
-        assert run.progress.cause.startswith(f"the trainer did not end publish {order.publish_id} ")
+        assert run.progress.cause.startswith(
+            f"the trainer did not end publish {order.publish_id} "
+        )
 
 
 async def test_a_trainer_that_fails_without_a_place_ends_the_run_if_no_other_is_heard_of(
@@ -92,7 +94,9 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(
         publisher = Publisher(rig.fleet, rig.run, None)  # type: ignore[arg-type]
         intake = Intake(rig.run, rig.books)
         monkeypatch.setattr(
-            intake, "take_back", lambda group, cause: events.append((group.group_id, cause))
+            intake,
+            "take_back",
+            lambda group, cause: events.append((group.group_id, cause)),
         )
         watch = RunWatch(rig.run, rig.books, publisher, intake)
         progress = rig.run.progress
@@ -114,14 +118,19 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(
         assert events == []
         cause = stalled(601)
         if num_servers == 1:
-            assert cause == "nothing moved for 601 s of serving while waiting for an episode"
+            assert (
+                cause
+                == "nothing moved for 601 s of serving while waiting for an episode"
+            )
             (group,) = rig.book.groups.values()
             group.closed = True
             assert stalled(601) == "", "what it has closed it gets back"
             assert [group_id for group_id, _ in events] == [group.group_id]
             return
         assert cause == ""
-        group_ids = [group.group_id for group in rig.book.groups.values() if group.holder]
+        group_ids = [
+            group.group_id for group in rig.book.groups.values() if group.holder
+        ]
         why = "nothing moved for 601 s of serving (controller.stall_timeout_s)"
         assert events == [(group_id, why) for group_id in group_ids]
         assert stalled(1190) == ""
@@ -138,7 +147,9 @@ async def test_before_a_stall_fails_the_run_its_leases_are_taken_back_once(
         assert len(events) == 2 * len(group_ids)
 
 
-async def test_a_member_without_progress_is_given_up_and_its_server_told_to_stop(tmp_path) -> None:
+async def test_a_member_without_progress_is_given_up_and_its_server_told_to_stop(
+    tmp_path,
+) -> None:
     with Journal(tmp_path / "journal") as journal:
         limits = {"max_attempts": 1}
         rig = Rig(tmp_path, journal, algorithm={"group_size": 4}, controller=limits)
@@ -146,16 +157,23 @@ async def test_a_member_without_progress_is_given_up_and_its_server_told_to_stop
         await rig.lease()
         (group,) = rig.book.groups.values()
         for member in (0, 1, 3):
-            reply = plain_trajectory([1, 2, 3], (1, 2), group_id=group.group_id, member=member)
+            reply = plain_trajectory(
+                [1, 2, 3], (1, 2), group_id=group.group_id, member=member
+            )
             rig.book.add(replace(reply, environment="e", server_id=ServerId("a")))
         Intake(rig.run, rig.books).take_back(group, "late")
         assert group.is_complete
         assert [trajectory.member for trajectory in group.in_order()] == [0, 1, 3]
         while (order := session.outbox.pop()) is not None:
             order_told = order
-        assert (order_told.cancel.group_id, order_told.cancel.reason) == (group.group_id, "late")
+        assert (order_told.cancel.group_id, order_told.cancel.reason) == (
+            group.group_id,
+            "late",
+        )
         await journal.durable()
-    (record,) = [r for r in read_records(tmp_path / "journal") if r["kind"] == "gave_up"]
+    (record,) = [
+        r for r in read_records(tmp_path / "journal") if r["kind"] == "gave_up"
+    ]
     assert (record["group"], record["members"]) == (group.group_id, [2])
 
 
@@ -172,7 +190,9 @@ def late(watch: LeaseWatch, groups: list[Group], **served_s: float) -> list[str]
     return [group.group_id for group in watch.overdue(groups, clocks, limit_s=10.0)[0]]
 
 
-def test_a_lease_is_overdue_once_when_its_server_served_for_so_long_without_an_end() -> None:
+def test_a_lease_is_overdue_once_when_its_server_served_for_so_long_without_an_end() -> (
+    None
+):
     watch = LeaseWatch()
     slow = group("slow")
     assert late(watch, [slow], a=100.0) == []
@@ -224,7 +244,9 @@ def test_a_server_that_does_not_end_what_was_taken_back_is_told() -> None:
     assert watch.overdue([slow], {A: 11.1 + CANCEL_LIMIT_S}, limit_s=10.0)[1] == [A]
 
 
-def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one() -> None:
+def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one() -> (
+    None
+):
     watch = LeaseWatch()
     slow = group("slow")
     late(watch, [slow], a=0.0)
@@ -238,7 +260,9 @@ def test_a_lease_that_was_taken_back_and_given_to_the_same_server_is_a_new_one()
     assert late(watch, [slow], a=41.1) == ["slow"]
 
 
-async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish(monkeypatch) -> None:
+async def test_nothing_is_owed_by_a_trainer_that_has_ended_its_publish(
+    monkeypatch,
+) -> None:
     run = run_of()
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         watched = await Watched.start(run, tasks)
@@ -272,7 +296,11 @@ def test_a_start_tells_what_it_passes_over(tmp_path: Path) -> None:
     ]
     shutil.rmtree(path)
     warn_of_checkpoints(tmp_path, 40, events)
-    assert texts(events)[1:] == [f"{path} is not there any more: a resume begins from version 30"]
+    assert texts(events)[1:] == [
+        f"{path} is not there any more: a resume begins from version 30"
+    ]
     shutil.rmtree(tmp_path)
     warn_of_checkpoints(tmp_path, 40, events)
-    assert texts(events)[2:] == [f"{path} is not there any more: a resume begins from the start"]
+    assert texts(events)[2:] == [
+        f"{path} is not there any more: a resume begins from the start"
+    ]

@@ -12,12 +12,21 @@ from slipstream.core import patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer import controller_client
-from slipstream.learner.trainer.controller_client import ControllerClient, ControllerLost, Outdated
+from slipstream.learner.trainer.controller_client import (
+    ControllerClient,
+    ControllerLost,
+    Outdated,
+)
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.protocol.codec import version_to_pb
 from slipstream.protocol.rich_errors import Reason
 from slipstream.v1 import trainer_pb2 as pb
-from support.fakes.fake_controller import FakeController, batch_order, make_batch, stop_order
+from support.fakes.fake_controller import (
+    FakeController,
+    batch_order,
+    make_batch,
+    stop_order,
+)
 from support.fakes.small_configs import small_config
 from support.rigs.waiting import LIMIT_S, wait_until
 
@@ -87,7 +96,9 @@ def test_calls_of_next_do_not_pile_up(tmp_path: Path) -> None:
         assert kept() <= before + 1
 
 
-def test_a_batch_that_breaks_off_goes_on_behind_its_last_message(tmp_path: Path) -> None:
+def test_a_batch_that_breaks_off_goes_on_behind_its_last_message(
+    tmp_path: Path,
+) -> None:
     batch = make_batch(
         0,
         num_groups=3,
@@ -109,7 +120,9 @@ def test_a_batch_that_breaks_off_goes_on_behind_its_last_message(tmp_path: Path)
         assert all(request == controller.requests[0] for request in controller.requests)
 
 
-def test_a_batch_that_breaks_off_and_is_another_one_then_starts_the_trainer_again(tmp_path):
+def test_a_batch_that_breaks_off_and_is_another_one_then_starts_the_trainer_again(
+    tmp_path,
+):
     first, second = (
         batch_order(
             make_batch(
@@ -127,7 +140,9 @@ def test_a_batch_that_breaks_off_and_is_another_one_then_starts_the_trainer_agai
             tmp_path,
             [[*first[:2], None], second],
         ) as (_, client),
-        pytest.raises(RuntimeError, match="batch batch-0 broke off, and the controller gives ano"),
+        pytest.raises(
+            RuntimeError, match="batch batch-0 broke off, and the controller gives ano"
+        ),
     ):
         ask(client)
 
@@ -183,7 +198,9 @@ def test_controller_that_comes_late_is_waited_for(tmp_path: Path) -> None:
 def test_a_controller_that_stays_away_is_lost(tmp_path: Path) -> None:
     client = ControllerClient(config("127.0.0.1:1", tmp_path, stall_timeout_s=1.0))
     # Not a RunFailed, after which nobody would start the ranks again.
-    with pytest.raises(ControllerLost, match=r"127\.0\.0\.1:1 failed Register: UNAVAILABLE"):
+    with pytest.raises(
+        ControllerLost, match=r"127\.0\.0\.1:1 failed Register: UNAVAILABLE"
+    ):
         client.register(pb.TrainerHello(world_size=1))
     client.report_failure(pb.TrainerFailure(message="unheard"))
     client.close()
@@ -260,11 +277,15 @@ def until_places(controller: FakeController, count: int) -> None:
 
 def report(step: int) -> pb.StepReport:
     version = version_to_pb(PolicyVersion(0, step + 1))
-    return pb.StepReport(step=step, version=version, weight_digest=f"d{step + 1}".encode())
+    return pb.StepReport(
+        step=step, version=version, weight_digest=f"d{step + 1}".encode()
+    )
 
 
 @pytest.mark.parametrize("ends_in_order", [False, True])
-def test_a_trainer_registers_again_with_its_version_while_it_trains(tmp_path, ends_in_order):
+def test_a_trainer_registers_again_with_its_version_while_it_trains(
+    tmp_path, ends_in_order
+):
     hello = pb.TrainerHello(world_size=1, weight_digest=b"d0")
     with connected(tmp_path) as (controller, client):
         controller.ends_in_order = ends_in_order
@@ -298,7 +319,9 @@ def test_a_trainer_of_another_version_than_the_run_starts_again(tmp_path: Path) 
         controller.forget()
         until_places(controller, 2)
         # The trainer has registered again meanwhile, so that the controller would take each call.
-        with pytest.raises(RuntimeError, match="the run calls the trainer's version 0 0/1 now"):
+        with pytest.raises(
+            RuntimeError, match="the run calls the trainer's version 0 0/1 now"
+        ):
             client.report_step(report(0))
         assert controller.steps == []
 

@@ -69,10 +69,16 @@ def test_settings_of_the_model_are_those_of_the_run() -> None:
     before = config({"world_size": 2, "transformer": settings}, lora={"rank": 4})
     alone = on_one_rank(before, Path("step-000001"))
     assert alone.learner.transformer == settings
-    assert (alone.lora, alone.weights, alone.model) == (before.lora, before.weights, before.model)
+    assert (alone.lora, alone.weights, alone.model) == (
+        before.lora,
+        before.weights,
+        before.model,
+    )
 
 
-def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(
+    tmp_path, monkeypatch, capsys
+):
     settings = write_config(tmp_path, empty_model(tmp_path), checkpoint__keep_last=2)
     words = ["--config", str(settings), "--step", "27", "--out", str(tmp_path / "out")]
     monkeypatch.setattr("sys.argv", ["export", *words])
@@ -85,7 +91,9 @@ def test_a_checkpoint_that_its_run_removes_meanwhile_is_told_as_that(tmp_path, m
 
 
 @pytest.mark.process
-def test_what_only_training_reads_may_be_gone_before_an_export(tmp_path, monkeypatch) -> None:
+def test_what_only_training_reads_may_be_gone_before_an_export(
+    tmp_path, monkeypatch
+) -> None:
     model = empty_model(tmp_path)
     gone = tmp_path / "gone"
     settings = write_config(
@@ -99,7 +107,9 @@ def test_what_only_training_reads_may_be_gone_before_an_export(tmp_path, monkeyp
         sources={},
     )
     exported: list[Config] = []
-    monkeypatch.setattr(export_checkpoint, "export", lambda *given: exported.append(given[0]))
+    monkeypatch.setattr(
+        export_checkpoint, "export", lambda *given: exported.append(given[0])
+    )
     written: list[str] = []
 
     async def write(name: str, *_: object, **__: object) -> None:
@@ -118,12 +128,16 @@ def test_what_only_training_reads_may_be_gone_before_an_export(tmp_path, monkeyp
     assert config.critic.learning_rate == 1e-3
 
 
-def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(tmp_path, capsys) -> None:
+def test_one_process_at_a_time_writes_a_folder_and_the_other_says_so(
+    tmp_path, capsys
+) -> None:
     written = tmp_path / "hf-000001"
 
     def another() -> str:
         with (
-            pytest.raises(CheckpointError, match="was written by another export") as raised,
+            pytest.raises(
+                CheckpointError, match="was written by another export"
+            ) as raised,
             export_checkpoint._alone_at(written),
         ):
             raise AssertionError

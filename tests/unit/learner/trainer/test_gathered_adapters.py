@@ -8,7 +8,9 @@ from slipstream.learner.trainer.model.policy import gathering_itself
 
 
 @pytest.mark.parametrize(("fused", "silent"), [(True, False), (False, True)])
-def test_an_adapter_behind_a_fused_norm_gathers_its_inputs_itself(fused: bool, silent: bool):
+def test_an_adapter_behind_a_fused_norm_gathers_its_inputs_itself(
+    fused: bool, silent: bool
+):
     wrapped = SimpleNamespace(return_layernorm_output_gathered=fused)
     module: Any = SimpleNamespace(
         to_wrap=wrapped, adapter=SimpleNamespace(disable_sequence_parallel_comm=True)

@@ -57,7 +57,9 @@ def planted(case: int) -> tuple[GroupSearch, int]:
 
 
 @pytest.mark.parametrize("case", range(10))
-def test_a_poisoned_group_among_a_thousand_is_found_in_twelve_trainings(case: int) -> None:
+def test_a_poisoned_group_among_a_thousand_is_found_in_twelve_trainings(
+    case: int,
+) -> None:
     search, place = planted(case)
     culprit = search.culprit()
     assert culprit.place == place
@@ -66,7 +68,9 @@ def test_a_poisoned_group_among_a_thousand_is_found_in_twelve_trainings(case: in
 
 
 @pytest.mark.parametrize("case", range(10))
-def test_none_stands_out_where_the_bound_is_within_reach_of_any_group(case: int) -> None:
+def test_none_stands_out_where_the_bound_is_within_reach_of_any_group(
+    case: int,
+) -> None:
     random = np.random.default_rng(100 + case)
     parts = random.normal(0.0, 1.0, 1000)
     mean = float(parts.mean())
@@ -110,7 +114,9 @@ def test_two_poisoned_groups_are_not_taken_for_one() -> None:
 
 def test_a_condition_that_does_not_hold_again_ends_the_search_at_once() -> None:
     search = search_among(np.zeros(16), 3.0)
-    with pytest.raises(Inconclusive, match="with all groups, m is 0: the condition does not hold"):
+    with pytest.raises(
+        Inconclusive, match="with all groups, m is 0: the condition does not hold"
+    ):
         search.culprit()
     assert len(search.trials) == 1
 

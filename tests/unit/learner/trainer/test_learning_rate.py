@@ -29,7 +29,9 @@ def test_learning_rate_rises_over_the_warmup_and_falls_until_the_end(
     warmup, decay, first, expected
 ):
     config = config_with(warmup, decay)
-    rates = [10 * learning_rate(config, step) for step in range(first, first + len(expected))]
+    rates = [
+        10 * learning_rate(config, step) for step in range(first, first + len(expected))
+    ]
     assert rates == pytest.approx(expected)
 
 
@@ -37,12 +39,18 @@ def test_learning_rate_rises_over_the_warmup_and_falls_until_the_end(
     ("warmup", "decay", "alone", "expected"),
     [(2, {}, 3, [0, 0, 0, 2, 4, 4]), (0, LINEAR, 6, [0, 0, 0, 0, 0, 0, 4, 3, 2, 1])],
 )
-def test_the_policy_begins_when_the_critic_has_learnt_alone(warmup, decay, alone, expected):
-    config = config_with(warmup, decay, critic={"learning_rate": 1.0, "warmup_steps": alone})
+def test_the_policy_begins_when_the_critic_has_learnt_alone(
+    warmup, decay, alone, expected
+):
+    config = config_with(
+        warmup, decay, critic={"learning_rate": 1.0, "warmup_steps": alone}
+    )
     rates = [10 * learning_rate(config, step) for step in range(len(expected))]
     assert rates == pytest.approx(expected)
 
 
 def test_a_decay_without_a_step_for_it_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must leave a step for algorithm.decay, got 10 of 10"):
+    with pytest.raises(
+        ConfigError, match="must leave a step for algorithm.decay, got 10 of 10"
+    ):
         config_with(10, LINEAR)

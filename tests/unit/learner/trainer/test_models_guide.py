@@ -71,11 +71,15 @@ def make_source(folder: Path) -> dict[str, torch.Tensor]:
     return meant
 
 
-def test_the_lines_of_the_guide_write_the_numbers_that_the_bits_stand_for(tmp_path: Path) -> None:
+def test_the_lines_of_the_guide_write_the_numbers_that_the_bits_stand_for(
+    tmp_path: Path,
+) -> None:
     source = tmp_path / "source"
     target = tmp_path / "target"
     meant = make_source(source)
-    (text,) = re.findall(r"```python\n(.*?Mxfp4Config.*?)```", PAGE.read_text(), re.DOTALL)
+    (text,) = re.findall(
+        r"```python\n(.*?Mxfp4Config.*?)```", PAGE.read_text(), re.DOTALL
+    )
     text = text.replace('"gpt-oss-20b"', repr(str(source)))
     program = tmp_path / "program.py"
     program.write_text(text.replace('"gpt-oss-20b-bf16"', repr(str(target))))
@@ -92,24 +96,37 @@ def test_the_lines_of_the_guide_write_the_numbers_that_the_bits_stand_for(tmp_pa
 
 def config_beside(kind: str) -> PreTrainedConfig:
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    decoder = {**sizes, "intermediate_size": 96, "num_key_value_heads": 1, "vocab_size": 64}
+    decoder = {
+        **sizes,
+        "intermediate_size": 96,
+        "num_key_value_heads": 1,
+        "vocab_size": 64,
+    }
     tower = {**sizes, "intermediate_size": 48, "image_size": 56, "patch_size": 14}
     if kind == "Gemma3":
-        return Gemma3Config(text_config=decoder, vision_config=tower, mm_tokens_per_image=4)
+        return Gemma3Config(
+            text_config=decoder, vision_config=tower, mm_tokens_per_image=4
+        )
     text = {**decoder, "model_type": "ministral3"}
     pixtral = {**tower, "model_type": "pixtral"}
-    return Mistral3Config(text_config=text, vision_config=pixtral, tie_word_embeddings=False)
+    return Mistral3Config(
+        text_config=text, vision_config=pixtral, tie_word_embeddings=False
+    )
 
 
 @pytest.mark.parametrize("kind", ["Gemma3", "Mistral3"])
-def test_the_lines_of_the_guide_write_the_decoder_that_stands_beside_a_tower(kind, tmp_path):
+def test_the_lines_of_the_guide_write_the_decoder_that_stands_beside_a_tower(
+    kind, tmp_path
+):
     source = tmp_path / "source"
     target = tmp_path / "target"
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config_beside(kind)).bfloat16()
     model.save_pretrained(source)
     make_tokenizer(source)
-    (text,) = re.findall(r"```python\n([^`]*?ImageTextToText.*?)```", PAGE.read_text(), re.DOTALL)
+    (text,) = re.findall(
+        r"```python\n([^`]*?ImageTextToText.*?)```", PAGE.read_text(), re.DOTALL
+    )
     text = text.replace('"gemma-3-4b-it"', repr(str(source)))
     program = tmp_path / "program.py"
     program.write_text(text.replace('"gemma-3-4b-it-text"', repr(str(target))))
@@ -124,6 +141,7 @@ def test_the_lines_of_the_guide_write_the_decoder_that_stands_beside_a_tower(kin
     sizes = read_model_sizes(target)
     assert list(model_problems(sizes)) == []
     assert (
-        sizes.architecture == {"Gemma3": "Gemma3", "Mistral3": "Ministral3"}[kind] + "ForCausalLM"
+        sizes.architecture
+        == {"Gemma3": "Gemma3", "Mistral3": "Ministral3"}[kind] + "ForCausalLM"
     )
     assert sizes.has_tied_output == (kind == "Gemma3")

@@ -4,7 +4,12 @@ from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.batch_stream import read_order
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2 as pb
-from support.fakes.fake_controller import batch_order, make_batch, publish_order, stop_order
+from support.fakes.fake_controller import (
+    batch_order,
+    make_batch,
+    publish_order,
+    stop_order,
+)
 
 
 def nothing(_: Batch) -> frozenset[int]:
@@ -33,13 +38,23 @@ def test_other_orders_are_one_message() -> None:
 
 
 def test_batch_with_a_chunk_missing_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="2 groups of 8 trajectories were announced"):
+    with pytest.raises(
+        ProtocolError, match="2 groups of 8 trajectories were announced"
+    ):
         read_order(batch_order(BATCH, chunk_size=3)[:-1], nothing)
 
 
 @pytest.mark.parametrize(
-    "messages", [[], [pb.Directive()], batch_order(BATCH)[1:], [*batch_order(BATCH), *stop_order()]]
+    "messages",
+    [
+        [],
+        [pb.Directive()],
+        batch_order(BATCH)[1:],
+        [*batch_order(BATCH), *stop_order()],
+    ],
 )
-def test_answer_that_does_not_fit_together_is_refused(messages: list[pb.Directive]) -> None:
+def test_answer_that_does_not_fit_together_is_refused(
+    messages: list[pb.Directive],
+) -> None:
     with pytest.raises(ProtocolError):
         read_order(messages, nothing)

@@ -94,7 +94,9 @@ def worth(policy: Policy, batch: Batch, advantages: dict[str, float]) -> float:
 
 
 def is_same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys())
+    return all(
+        torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys()
+    )
 
 
 def test_a_step_makes_likelier_what_earned_more_than_its_group(policy, config) -> None:
@@ -155,7 +157,9 @@ def batch_of_step(number: int, step: pb.GivenStep, *passes: pb.Pass) -> Batch:
     )
 
 
-def test_a_clients_step_makes_its_targets_likelier_by_the_loss_that_it_was_told(policy, config):
+def test_a_clients_step_makes_its_targets_likelier_by_the_loss_that_it_was_told(
+    policy, config
+):
     passes = passes_of(policy, config)
     losses = []
     for number in range(2):
@@ -170,7 +174,9 @@ def test_a_clients_step_makes_its_targets_likelier_by_the_loss_that_it_was_told(
     assert losses[1] < losses[0]
 
 
-def test_a_clients_model_that_begins_again_is_trained_as_the_first_time(policy, config) -> None:
+def test_a_clients_model_that_begins_again_is_trained_as_the_first_time(
+    policy, config
+) -> None:
     passes = passes_of(policy, config)
     trained = []
     for number in range(2):

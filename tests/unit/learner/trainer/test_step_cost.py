@@ -41,7 +41,9 @@ def test_a_mixture_of_experts_multiplies_with_the_chosen_experts_and_the_router(
     experts = 2048 * 128 + 8 * 3 * 2048 * 768
     assert sizes.matrix_parameters == 48 * (attention + experts) + 2048 * 151936
     # The model's name says 3.3 billion, the embedding included.
-    assert (sizes.matrix_parameters + 2048 * 151936) / 1e9 == pytest.approx(3.35, abs=0.02)
+    assert (sizes.matrix_parameters + 2048 * 151936) / 1e9 == pytest.approx(
+        3.35, abs=0.02
+    )
 
 
 SPARSE = 2048 * 128 + 8 * 3 * 2048 * 768
@@ -98,7 +100,9 @@ def test_latent_attention_multiplies_with_both_matrices_of_queries_and_of_keys_a
     assert (sizes.matrix_parameters + 7168 * 129280) / 1e9 == pytest.approx(37.6, abs=1)
     assert sizes.attention_width == 61 * 128 * (192 + 128) // 2
     direct = Arithmetic.of(DEEPSEEK_V3 | {"q_lora_rank": None})
-    assert direct.matrix_parameters == sizes.matrix_parameters + 61 * (7168 * 128 * 192 - queries)
+    assert direct.matrix_parameters == sizes.matrix_parameters + 61 * (
+        7168 * 128 * 192 - queries
+    )
 
 
 def test_flops_are_6_for_each_parameter_and_token_and_6_for_each_pair_below_the_diagonal():
@@ -129,7 +133,11 @@ def test_the_shapes_of_benchmarks_are_counted_by_their_tensors(name: str) -> Non
 def test_the_peak_of_a_device_is_known_by_its_whole_name() -> None:
     assert PEAK_TFLOPS["NVIDIA H200"] == PEAK_TFLOPS["NVIDIA H100 80GB HBM3"] == 989.4
     # Other versions have other clocks.
-    assert not PEAK_TFLOPS.keys() & {"NVIDIA H200 NVL", "NVIDIA GB200", "NVIDIA H100 NVL"}
+    assert not PEAK_TFLOPS.keys() & {
+        "NVIDIA H200 NVL",
+        "NVIDIA GB200",
+        "NVIDIA H100 NVL",
+    }
 
 
 @pytest.mark.parametrize("is_delta", [False, True])
@@ -138,12 +146,16 @@ def test_a_model_with_delta_nets_has_no_flops(is_delta: bool, tmp_path: Path) ->
     kind = "Qwen3NextForCausalLM" if is_delta else "Qwen3ForCausalLM"
     table = QWEN3_30B_A3B | {"architectures": [kind]} | (heads if is_delta else {})
     (tmp_path / "config.json").write_text(json.dumps(table))
-    ranks = SimpleNamespace(device=torch.device("cpu"), world_size=2, max=lambda values: values)
+    ranks = SimpleNamespace(
+        device=torch.device("cpu"), world_size=2, max=lambda values: values
+    )
     policy: Any = SimpleNamespace(ranks=ranks, sharing=None)
     batch: Any = SimpleNamespace(lengths=[3, 5])
     result: Any = SimpleNamespace(wall_s=2.0, metrics={"num_micro_batches": 4.0})
     metrics = StepCost(small_config(model={"path": str(tmp_path)}), policy).metrics(
-        batch, wall_s=result.wall_s, num_micro_batches=result.metrics["num_micro_batches"]
+        batch,
+        wall_s=result.wall_s,
+        num_micro_batches=result.metrics["num_micro_batches"],
     )
     assert metrics["tokens_per_micro_batch"] == 2.0
     assert ("model_flops" in metrics) == (not is_delta)

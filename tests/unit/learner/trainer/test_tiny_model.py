@@ -12,7 +12,9 @@ def test_every_token_of_the_tiny_model_has_an_embedding(tmp_path: Path) -> None:
     assert embeddings.norm(dim=1).min() > 0.1
 
 
-def test_every_token_of_a_tiny_model_with_vision_has_an_embedding(tmp_path: Path) -> None:
+def test_every_token_of_a_tiny_model_with_vision_has_an_embedding(
+    tmp_path: Path,
+) -> None:
     folder = make_seeing_model(tmp_path, "qwen3_vl")
     (embeddings,) = (
         tensor

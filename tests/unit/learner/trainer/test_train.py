@@ -33,7 +33,9 @@ class Loop(Trainer):
         self._orders = list(orders)
         self._ranks = SimpleNamespace(is_main=True, activity=Activity())
         self._version = PolicyVersion(0, 0)
-        self._publisher = SimpleNamespace(run=lambda order, _: self.seen.append(order.publish_id))
+        self._publisher = SimpleNamespace(
+            run=lambda order, _: self.seen.append(order.publish_id)
+        )
         self._client = SimpleNamespace()
         self.stages = SimpleNamespace(measure=lambda _: contextlib.nullcontext())
         self._checkpointer = SimpleNamespace(poll=lambda: self.seen.append("poll"))
@@ -119,7 +121,9 @@ def test_a_trainer_whose_weights_have_changed_before_a_fault_starts_again() -> N
 
 def test_servers_do_not_wait_for_a_checkpoint_that_is_finished() -> None:
     stop = trainer_pb2.StopOrder(reason="the end")
-    loop = Loop(weights_pb2.PublishOrder(publish_id="p1"), trainer_pb2.WaitOrder(), stop)
+    loop = Loop(
+        weights_pb2.PublishOrder(publish_id="p1"), trainer_pb2.WaitOrder(), stop
+    )
     loop.run()
     assert loop.seen == ["register", "p1", "poll", "poll", "poll", "the end"]
 

@@ -13,7 +13,13 @@ from slipstream.protocol.access import checked_calls
 from slipstream.protocol.access.checked_calls import SMALL_BYTES, CheckingInterceptor
 from slipstream.protocol.access.security import Credentials, create_server, open_channel
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.v1 import fleet_pb2, fleet_pb2_grpc, status_pb2, trainer_pb2, trainer_pb2_grpc
+from slipstream.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    status_pb2,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
 
 OPEN = Credentials()
 REGISTER = "/slipstream.v1.TrainerService/Register"
@@ -26,7 +32,9 @@ class Context:
         self.is_gone = is_gone
         self.said: list[str] = []
 
-    async def abort(self, code: grpc.StatusCode, details: str, metadata: object) -> None:
+    async def abort(
+        self, code: grpc.StatusCode, details: str, metadata: object
+    ) -> None:
         if self.is_gone:
             raise grpc.aio.InternalError("the batch failed")
         self.said.append(details)
@@ -48,13 +56,18 @@ async def checked(inner) -> grpc.RpcMethodHandler:
 
 async def test_a_caller_that_is_gone_is_told_nothing() -> None:
     with pytest.raises(asyncio.CancelledError):
-        await abort(Context(), grpc.StatusCode.NOT_FOUND, "no such server", Reason.BAD_ARGUMENT)
+        await abort(
+            Context(), grpc.StatusCode.NOT_FOUND, "no such server", Reason.BAD_ARGUMENT
+        )
 
 
 @pytest.mark.parametrize(
-    "error", [ProtocolError("bad"), grpc.aio.InternalError("of a write"), ValueError("ours")]
+    "error",
+    [ProtocolError("bad"), grpc.aio.InternalError("of a write"), ValueError("ours")],
 )
-async def test_a_call_that_fails_for_a_caller_that_is_gone_ends_quietly(error, caplog) -> None:
+async def test_a_call_that_fails_for_a_caller_that_is_gone_ends_quietly(
+    error, caplog
+) -> None:
     async def inner(request: object, context: object) -> None:
         raise error
 
@@ -87,7 +100,10 @@ async def test_a_large_request_is_decoded_beside_the_loop(monkeypatch) -> None:
     monkeypatch.setattr(
         checked_calls,
         "decode",
-        lambda kind, data: (threads.append(threading.current_thread()), kind.FromString(data))[1],
+        lambda kind, data: (
+            threads.append(threading.current_thread()),
+            kind.FromString(data),
+        )[1],
     )
     hello = trainer_pb2.TrainerHello(layout_description="x" * (SMALL_BYTES + 1))
     for request in (hello, trainer_pb2.TrainerHello()):
@@ -105,10 +121,14 @@ async def test_a_large_request_out_of_its_bounds_is_refused_as_a_small_one_is() 
     hello = trainer_pb2.TrainerHello(places=[{"host_id": "x" * 300}] * 1000)
     with pytest.raises(grpc.aio.AbortError):
         await handler.unary_unary(hello.SerializeToString(), context)
-    assert context.said == ["TrainerHello.places[0].host_id must have at most 256 bytes, got 300"]
+    assert context.said == [
+        "TrainerHello.places[0].host_id must have at most 256 bytes, got 300"
+    ]
 
 
-class Refusing(fleet_pb2_grpc.FleetServiceServicer, trainer_pb2_grpc.TrainerServiceServicer):
+class Refusing(
+    fleet_pb2_grpc.FleetServiceServicer, trainer_pb2_grpc.TrainerServiceServicer
+):
     """Refuses every call, each in another way."""
 
     async def Register(self, request, context):  # noqa: N802

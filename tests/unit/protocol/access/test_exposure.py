@@ -26,7 +26,8 @@ def config_of(master: str) -> Config:
 
 
 @pytest.mark.parametrize(
-    "host", ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.9", "172.16.4.4", "100.64.0.1"]
+    "host",
+    ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.9", "172.16.4.4", "100.64.0.1"],
 )
 def test_private_addresses_are_taken(host: str) -> None:
     describe_exposure(config_of(f"{host}:29500"))
@@ -35,7 +36,9 @@ def test_private_addresses_are_taken(host: str) -> None:
 @pytest.mark.parametrize("host", ["8.8.8.8", "2600::1", "172.32.0.1"])
 def test_a_public_address_is_refused(host: str) -> None:
     where = f"[{host}]" if ":" in host else host
-    with pytest.raises(ConfigError, match=rf"learner.master {host} is a public address, and torch"):
+    with pytest.raises(
+        ConfigError, match=rf"learner.master {host} is a public address, and torch"
+    ):
         describe_exposure(config_of(f"{where}:29500"))
 
 
@@ -92,7 +95,9 @@ def test_the_interface_of_an_address_is_found_also_behind_a_label() -> None:
         "print(environ['GLOO_SOCKET_IFNAME'], environ['NCCL_SOCKET_IFNAME'])\n"
     )
     command = ["unshare", "--net", "sh", "-c", script, "sh", sys.executable, "-c", ask]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
     assert process.stdout == "d0 d0 d0 d0 d0 lo None\nlo =d0\n", process.stderr
 
 
@@ -100,5 +105,14 @@ def test_the_rendezvous_is_known_to_holders_of_the_token_alone() -> None:
     first = rendezvous_secret("t" * 32, "run")
     # Processes of the trainer's role hold it too.
     assert first == rendezvous_secret(role_token("t" * 32, "trainer"), "run")
-    assert len({first, rendezvous_secret("u" * 32, "run"), rendezvous_secret("t" * 32, "r")}) == 3
+    assert (
+        len(
+            {
+                first,
+                rendezvous_secret("u" * 32, "run"),
+                rendezvous_secret("t" * 32, "r"),
+            }
+        )
+        == 3
+    )
     assert "t" * 8 not in first

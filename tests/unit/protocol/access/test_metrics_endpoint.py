@@ -36,12 +36,16 @@ class Weather:
     def collect(self) -> Iterator[Metric]:
         if self.fails:
             raise RuntimeError("no weather")
-        family = GaugeMetricFamily("slipstream_warmth_celsius", "Warmth.", labels=["environment"])
+        family = GaugeMetricFamily(
+            "slipstream_warmth_celsius", "Warmth.", labels=["environment"]
+        )
         family.add_metric(['a "b"\n\\c'], 20.5)
         yield family
 
 
-def metrics_config(folder: Path, address: str = "127.0.0.1:0", **security: object) -> Config:
+def metrics_config(
+    folder: Path, address: str = "127.0.0.1:0", **security: object
+) -> Config:
     return small_config(
         run={"dir": str(folder)}, tracking={"prometheus": address}, security=security
     )
@@ -53,7 +57,9 @@ def target_of(config: Config, name: str = "controller") -> tuple[str, int]:
     return host, int(port)
 
 
-async def said(config: Config, request: bytes, context: ssl.SSLContext | None = None) -> bytes:
+async def said(
+    config: Config, request: bytes, context: ssl.SSLContext | None = None
+) -> bytes:
     """All that the endpoint answers before it ends the connection."""
     reader, writer = await asyncio.open_connection(*target_of(config), ssl=context)
     writer.write(request)
@@ -84,13 +90,17 @@ async def test_every_sample_has_the_run_and_its_own_labels(tmp_path):
     assert not list((config.run.dir / TARGETS).iterdir())
 
 
-async def test_a_file_of_targets_that_cannot_be_written_is_told_and_ends_nothing(tmp_path, caplog):
+async def test_a_file_of_targets_that_cannot_be_written_is_told_and_ends_nothing(
+    tmp_path, caplog
+):
     config = metrics_config(tmp_path)
     (config.run.dir / TARGETS).touch()
     async with metrics_endpoint(config, "controller", [Weather()]):
         (messages,) = [line for line in caplog.messages if "cannot be written" in line]
     path = config.run.dir / TARGETS / "test@controller.json"
-    assert messages.startswith(f"{path} cannot be written: File exists; Prometheus does not find ")
+    assert messages.startswith(
+        f"{path} cannot be written: File exists; Prometheus does not find "
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,7 +137,9 @@ async def test_only_metrics_are_there_and_only_under_a_name_of_loopback(
 async def test_openmetrics_are_spoken_to_who_accepts_them(tmp_path):
     config = metrics_config(tmp_path)
     async with metrics_endpoint(config, "controller", [Weather()]):
-        answer = await said(config, get(Accept="application/openmetrics-text;version=1.0.0"))
+        answer = await said(
+            config, get(Accept="application/openmetrics-text;version=1.0.0")
+        )
     assert b"content-type: application/openmetrics-text; version=1.0.0" in answer
     assert answer.endswith(b"# EOF\n")
 
@@ -140,7 +152,9 @@ async def test_a_token_is_asked_for_where_there_is_one(tmp_path):
             answer = await said(config, get(**wrong))
             assert answer[9:12] == b"401"
             assert b"celsius" not in answer
-        right = await said(config, get(host="any.example", Authorization=f"Bearer {TOKEN}"))
+        right = await said(
+            config, get(host="any.example", Authorization=f"Bearer {TOKEN}")
+        )
         assert right[9:12] == b"200"
 
 
@@ -148,12 +162,16 @@ async def test_a_token_is_asked_for_where_there_is_one(tmp_path):
 def pair(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("pair")
     make = (
-        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=m"
+        "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 "
+        "-nodes -days 2 -subj /CN=m"
     )
     names = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
     command = [*make.split(), *names, "-keyout", "key.pem", "-out", "cert.pem"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return {"tls_certificate": str(folder / "cert.pem"), "tls_key": str(folder / "key.pem")}
+    return {
+        "tls_certificate": str(folder / "cert.pem"),
+        "tls_key": str(folder / "key.pem"),
+    }
 
 
 # Controller and rollout server have the second one.
@@ -185,7 +203,9 @@ async def test_it_tells_when_its_certificate_ends(tmp_path, pair):
     assert end.labels["setting"] == "security.tls_certificate"
     command = ["openssl", "x509", "-enddate", "-noout", "-in", pair["tls_certificate"]]
     shown = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    assert end.value == ssl.cert_time_to_seconds(shown.strip().removeprefix("notAfter="))
+    assert end.value == ssl.cert_time_to_seconds(
+        shown.strip().removeprefix("notAfter=")
+    )
 
 
 async def test_a_last_word_waits_for_a_scraper_that_was_there_lately(tmp_path):
@@ -203,7 +223,9 @@ async def test_a_last_word_waits_for_a_scraper_that_was_there_lately(tmp_path):
         await asyncio.wait_for(waiting, LIMIT_S)
 
 
-async def test_a_last_word_that_nobody_would_hear_waits_for_nobody(tmp_path, monkeypatch):
+async def test_a_last_word_that_nobody_would_hear_waits_for_nobody(
+    tmp_path, monkeypatch
+):
     # A wait would not end while the test runs.
     monkeypatch.setattr(endpoint, "LAST_SCRAPE_S", 600.0)
     config = metrics_config(tmp_path)
@@ -312,12 +334,16 @@ async def test_each_process_of_a_host_finds_a_port_of_its_own(tmp_path):
         ports = [target_of(config, name)[1] - port for name in names]
         # Other programs may hold a port between them.
         assert ports[0] == 0 < ports[1] < ports[2] < 129
-        with pytest.raises(ConfigError, match=f"controller cannot listen on port {port}: Address"):
+        with pytest.raises(
+            ConfigError, match=f"controller cannot listen on port {port}: Address"
+        ):
             async with metrics_endpoint(config, "controller", []):
                 pass
     assert not list((config.run.dir / TARGETS).iterdir())
 
 
 def test_a_port_without_room_for_the_others_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"prometheus must have a port up to 65407, got 65408"):
+    with pytest.raises(
+        ConfigError, match=r"prometheus must have a port up to 65407, got 65408"
+    ):
         metrics_config(tmp_path, "127.0.0.1:65408")

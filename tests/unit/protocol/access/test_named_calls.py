@@ -46,18 +46,28 @@ class Stoppable(status_pb2_grpc.StatusServiceServicer):
 
 def services() -> list[ServiceDescriptor]:
     modules = (environment_pb2, fleet_pb2, status_pb2, trainer_pb2, trajectory_pb2)
-    return [service for m in modules for service in m.DESCRIPTOR.services_by_name.values()]
+    return [
+        service for m in modules for service in m.DESCRIPTOR.services_by_name.values()
+    ]
 
 
 def test_only_calls_that_tell_which_run_it_is_need_not_name_it() -> None:
-    names = [f"/{m.containing_service.full_name}/{m.name}" for s in services() for m in s.methods]
-    open_ones = {name.rpartition("/")[2] for name in names if not is_bound(name, NAMELESS)}
+    names = [
+        f"/{m.containing_service.full_name}/{m.name}"
+        for s in services()
+        for m in s.methods
+    ]
+    open_ones = {
+        name.rpartition("/")[2] for name in names if not is_bound(name, NAMELESS)
+    }
     assert open_ones == {"GetStatus", "GetSetup", "Watch", "ListEnvironments"}
     assert not is_bound("/grpc.health.v1.Health/Check", NAMELESS)
 
 
 @pytest.mark.parametrize("credentials", [OPEN, TOKEN], ids=["open", "token"])
-async def test_a_call_reaches_the_run_that_it_names_alone(credentials: Credentials) -> None:
+async def test_a_call_reaches_the_run_that_it_names_alone(
+    credentials: Credentials,
+) -> None:
     controller = Stoppable()
     server = create_server(credentials, run_id="ours-1")
     status_pb2_grpc.add_StatusServiceServicer_to_server(controller, server)
@@ -82,15 +92,21 @@ async def test_a_call_reaches_the_run_that_it_names_alone(credentials: Credentia
                 assert has_reason(caught.value, Reason.OTHER_RUN)
             for run_named in (None, "ours-1"):
                 metadata = call_metadata(credentials, run_named)
-                status = await stub.GetStatus(status_pb2.GetStatusRequest(), metadata=metadata)
+                status = await stub.GetStatus(
+                    status_pb2.GetStatusRequest(), metadata=metadata
+                )
                 assert status.run_id == "ours-1"
                 events = stub.Watch(status_pb2.WatchRequest(), metadata=metadata)
                 assert [event.number async for event in events] == [1]
             their_metadata = call_metadata(credentials, "theirs-2")
             with pytest.raises(grpc.aio.AioRpcError, match="another run than theirs-2"):
-                await stub.Watch(status_pb2.WatchRequest(), metadata=their_metadata).read()
+                await stub.Watch(
+                    status_pb2.WatchRequest(), metadata=their_metadata
+                ).read()
             our_metadata = call_metadata(credentials, "ours-1")
-            await stub.StopRun(status_pb2.StopRunRequest(reason="mine"), metadata=our_metadata)
+            await stub.StopRun(
+                status_pb2.StopRunRequest(reason="mine"), metadata=our_metadata
+            )
     finally:
         await server.stop(None)
     assert controller.stopped == ["mine"]

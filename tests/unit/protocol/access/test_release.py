@@ -95,7 +95,9 @@ def test_who_upgrades_may_see_and_stop_a_run_and_nothing_else() -> None:
         service for m in modules for service in m.DESCRIPTOR.services_by_name.values()
     ]
     names = [f"/{s.full_name}/{m.name}" for s in services for m in s.methods]
-    open_ones = {name.rpartition("/")[2] for name in names if not is_bound(name, OF_ANY_RELEASE)}
+    open_ones = {
+        name.rpartition("/")[2] for name in names if not is_bound(name, OF_ANY_RELEASE)
+    }
     reads = {"GetStatus", "GetSetup", "Watch", "ListEnvironments"}
     assert open_ones == reads | {"StopRun", "DrainServer"}
     assert not is_bound("/grpc.health.v1.Health/Check", OF_ANY_RELEASE)
@@ -116,16 +118,23 @@ async def test_a_trainer_of_another_release_is_refused_and_a_stop_is_not(
         assert has_reason(caught.value, Reason.PROTOCOL)
         line = caught.value.details()
         assert (
-            f"the run has slipstream-rl {RELEASE}, the caller {release or 'an older one'}: " in line
+            f"the run has slipstream-rl {RELEASE}, the caller {release or 'an older one'}: "
+            in line
         )
         assert "stop the run, and the same command resumes it" in line
-        await status.StopRun(status_pb2.StopRunRequest(reason="upgrade"), metadata=other)
+        await status.StopRun(
+            status_pb2.StopRunRequest(reason="upgrade"), metadata=other
+        )
         assert parts.called == ["StopRun"]
-        await trainer.Register(trainer_pb2.TrainerHello(), metadata=of_release(RELEASE, "r-1"))
+        await trainer.Register(
+            trainer_pb2.TrainerHello(), metadata=of_release(RELEASE, "r-1")
+        )
         assert parts.called == ["StopRun", "Register"]
 
 
-async def test_a_program_of_ones_own_has_no_release_and_a_client_of_another_is_refused() -> None:
+async def test_a_program_of_ones_own_has_no_release_and_a_client_of_another_is_refused() -> (
+    None
+):
     parts = Parts()
     async for channel in served(parts, "r-1"):
         submit = environment_pb2_grpc.EnvironmentServiceStub(channel).SubmitEnvironment
@@ -157,7 +166,9 @@ async def test_a_worker_that_an_upgrade_replaced_is_refused_by_its_server() -> N
             )
 
 
-def test_clones_of_one_version_with_other_messages_are_other_releases(tmp_path: Path) -> None:
+def test_clones_of_one_version_with_other_messages_are_other_releases(
+    tmp_path: Path,
+) -> None:
     ours = Path(status_pb2.__file__).parents[1]
     for name in ("v1", "protocol"):
         shutil.copytree(ours / name, tmp_path / name)

@@ -37,7 +37,9 @@ def test_a_run_on_loopback_makes_a_token_for_its_owner_alone(tmp_path: Path) -> 
     assert run_credentials(config).token == token
 
 
-def test_a_run_that_goes_on_keeps_its_token_and_takes_it_from_others(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_keeps_its_token_and_takes_it_from_others(
+    tmp_path: Path,
+) -> None:
     config = make_config(tmp_path)
     make_run_token(config)
     token = token_of(config).read_text()
@@ -83,6 +85,8 @@ def test_a_link_in_place_of_the_token_is_refused(tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.write_text("other text")
     token_of(config).symlink_to(elsewhere)
-    with pytest.raises(ConfigError, match=r"r/token cannot be written: Too many levels of symb"):
+    with pytest.raises(
+        ConfigError, match=r"r/token cannot be written: Too many levels of symb"
+    ):
         make_run_token(config)
     assert elsewhere.read_text() == "other text"

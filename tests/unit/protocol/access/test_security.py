@@ -77,7 +77,9 @@ async def serving_at(
     await server.stop(None)
 
 
-async def call(channel: grpc.aio.Channel, shape: str, credentials: Credentials) -> bytes:
+async def call(
+    channel: grpc.aio.Channel, shape: str, credentials: Credentials
+) -> bytes:
     async def requests() -> AsyncIterator[bytes]:
         yield b"hello"
 
@@ -108,8 +110,15 @@ class Names(asyncio.DatagramProtocol):
     def datagram_received(self, data: bytes, caller: tuple[str, int]) -> None:
         end = data.index(b"\0", 12) + 5
         is_asked = data[end - 4 : end - 2] == b"\0\x01"
-        head = data[:2] + b"\x81\x80\0\x01" + (b"\0\x01" if is_asked else b"\0\0") + bytes(4)
-        record = b"\xc0\x0c\0\x01\0\x01" + bytes(4) + b"\0\x04" + socket.inet_aton(self.here)
+        head = (
+            data[:2]
+            + b"\x81\x80\0\x01"
+            + (b"\0\x01" if is_asked else b"\0\0")
+            + bytes(4)
+        )
+        record = (
+            b"\xc0\x0c\0\x01\0\x01" + bytes(4) + b"\0\x04" + socket.inet_aton(self.here)
+        )
         self.transport.sendto(head + data[12:end] + record * is_asked, caller)
 
 
@@ -141,11 +150,35 @@ def make_certificate(folder: Path, names: str, *, days: int = 2) -> Path:
     """A self-signed certificate for these names; its key lies beside it as key.pem."""
     folder.mkdir(exist_ok=True)
     (folder / "extensions").write_text(f"subjectAltName={names}\n")
-    request = ("openssl", "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
+    request = (
+        "openssl",
+        "req",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+    )
     sign = ("openssl", "x509", "-req", "-in", "request.pem", "-signkey", "key.pem")
     for command in (
-        (*request, "-subj", "/CN=localhost", "-keyout", "key.pem", "-out", "request.pem"),
-        (*sign, "-days", str(days), "-extfile", "extensions", "-out", "certificate.pem"),
+        (
+            *request,
+            "-subj",
+            "/CN=localhost",
+            "-keyout",
+            "key.pem",
+            "-out",
+            "request.pem",
+        ),
+        (
+            *sign,
+            "-days",
+            str(days),
+            "-extfile",
+            "extensions",
+            "-out",
+            "certificate.pem",
+        ),
     ):
         subprocess.run(command, cwd=folder, check=True, capture_output=True)
     return folder / "certificate.pem"
@@ -159,7 +192,8 @@ def certificate(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:7070", "localhost:1", "[::1]:7070", "unix:/tmp/x.sock", "127.8.9.1:1"]
+    "address",
+    ["127.0.0.1:7070", "localhost:1", "[::1]:7070", "unix:/tmp/x.sock", "127.8.9.1:1"],
 )
 def test_loopback_needs_neither_tls_nor_a_token(address: str) -> None:
     assert is_loopback(address)
@@ -172,7 +206,10 @@ def test_any_other_address_needs_tls_and_a_token(address: str) -> None:
     half = Credentials(certificate=b"c", key=b"k")
     for credentials, message in (
         (OPEN, "is not loopback: set security.tls_certificate and tls_key, or tls_ca"),
-        (WITH_TOKEN, "is not loopback: set security.tls_certificate and tls_key, or tls_ca"),
+        (
+            WITH_TOKEN,
+            "is not loopback: set security.tls_certificate and tls_key, or tls_ca",
+        ),
         (half, "is not loopback: set security.token_file"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -199,7 +236,9 @@ async def test_a_port_in_use_is_reported() -> None:
     second = create_server(OPEN)
     port = bind(first, "127.0.0.1:0", OPEN)
     await first.start()
-    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: is the port in use"):
+    with pytest.raises(
+        ConfigError, match=f"cannot listen on 127.0.0.1:{port}: is the port in use"
+    ):
         bind(second, f"127.0.0.1:{port}", OPEN)
     await first.stop(None)
 
@@ -230,7 +269,9 @@ async def test_a_stranger_is_refused_before_a_request_is_read(shape: str) -> Non
         open_channel(address, OPEN) as channel,
     ):
         # On the wire, a unary call whose request never comes.
-        refused = channel.stream_stream(f"/test.Echo/{shape}")(requests(), timeout=LIMIT_S)
+        refused = channel.stream_stream(f"/test.Echo/{shape}")(
+            requests(), timeout=LIMIT_S
+        )
         assert await refused.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
@@ -239,7 +280,9 @@ async def test_a_compressed_request_is_refused(token: str | None) -> None:
     credentials = Credentials(token=token)
     async with (
         serving_at("127.0.0.1", credentials) as address,
-        grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel,
+        grpc.aio.insecure_channel(
+            address, compression=grpc.Compression.Gzip
+        ) as channel,
     ):
         for shape in SHAPES:
             with pytest.raises(grpc.aio.AioRpcError):
@@ -250,7 +293,9 @@ async def test_a_connection_has_a_number_of_calls() -> None:
     async with serving_at("127.0.0.1", OPEN) as address:
         reader, writer = await asyncio.open_connection(*address.split(":"))
         # The preface of HTTP/2 and empty settings; the server's settings come first.
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]))
+        writer.write(
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+        )
         head = await reader.readexactly(9)
         content = await reader.readexactly(int.from_bytes(head[:3], "big"))
         writer.close()
@@ -260,16 +305,26 @@ async def test_a_connection_has_a_number_of_calls() -> None:
 
 
 async def test_no_request_is_larger_than_those_of_the_methods() -> None:
-    sizes = [max_message_bytes(type(new(method.input_type))) for method in METHODS.values()]
+    sizes = [
+        max_message_bytes(type(new(method.input_type))) for method in METHODS.values()
+    ]
     assert max(sizes) <= MAX_REQUEST_BYTES < 1.1 * max(sizes)
-    async with serving_at("127.0.0.1", OPEN) as address, open_channel(address, OPEN) as channel:
+    async with (
+        serving_at("127.0.0.1", OPEN) as address,
+        open_channel(address, OPEN) as channel,
+    ):
         ask = channel.unary_unary("/test.Echo/UnaryUnary")
-        assert len(await ask(bytes(MAX_REQUEST_BYTES), timeout=LIMIT_S)) == MAX_REQUEST_BYTES
+        assert (
+            len(await ask(bytes(MAX_REQUEST_BYTES), timeout=LIMIT_S))
+            == MAX_REQUEST_BYTES
+        )
         with pytest.raises(grpc.aio.AioRpcError, match="larger than max"):
             await ask(bytes(MAX_REQUEST_BYTES + 1), timeout=LIMIT_S)
 
 
-async def test_an_unknown_method_is_unimplemented_rather_than_an_error_of_the_server() -> None:
+async def test_an_unknown_method_is_unimplemented_rather_than_an_error_of_the_server() -> (
+    None
+):
     server = create_server(WITH_TOKEN)
     address = f"127.0.0.1:{bind(server, '127.0.0.1:0', WITH_TOKEN)}"
     await server.start()
@@ -281,11 +336,15 @@ async def test_an_unknown_method_is_unimplemented_rather_than_an_error_of_the_se
 
 
 @pytest.mark.process
-async def test_calls_go_through_tls_with_a_certificate_of_ones_own(certificate, tmp_path):
+async def test_calls_go_through_tls_with_a_certificate_of_ones_own(
+    certificate, tmp_path
+):
     (tmp_path / "token").write_text(TOKEN + "\n")
     serving = Credentials.load(
         SecuritySection(
-            tls_certificate=certificate[0], tls_key=certificate[1], token_file=tmp_path / "token"
+            tls_certificate=certificate[0],
+            tls_key=certificate[1],
+            token_file=tmp_path / "token",
         )
     )
     calling = Credentials.load(
@@ -314,7 +373,9 @@ async def test_a_caller_refuses_a_server_that_cannot_show_who_it_is(fault, tmp_p
     (tmp_path / "token").write_text(TOKEN)
     token = {"token_file": tmp_path / "token"}
     serving = Credentials.load(
-        SecuritySection(tls_certificate=shown, tls_key=shown.with_name("key.pem"), **token)
+        SecuritySection(
+            tls_certificate=shown, tls_key=shown.with_name("key.pem"), **token
+        )
     )
     calling = Credentials.load(SecuritySection(tls_ca=certificate, **token))
     seen: list[str] = []
@@ -343,7 +404,9 @@ async def test_a_controller_may_ask_callers_for_a_certificate(tmp_path: Path) ->
     async with serving_at("localhost", serving) as address:
         for shown in (theirs, strange, None):
             key = shown and shown.with_name("key.pem")
-            section = SecuritySection(tls_ca=certificate, tls_certificate=shown, tls_key=key)
+            section = SecuritySection(
+                tls_ca=certificate, tls_certificate=shown, tls_key=key
+            )
             calling = Credentials.load(section)
             async with open_channel(address, calling) as channel:
                 if shown is theirs:
@@ -369,7 +432,10 @@ class Listener(grpc.GenericRpcHandler):
     [
         ("redis://:p:w@127.0.0.1:6379/0", "redis://:***@127.0.0.1:6379/0"),
         ("rediss://user:secret@queue/0?db=1", "rediss://user:***@queue/0?db=1"),
-        ("unix:///run/v.sock?password=secret&db=1", "unix:///run/v.sock?password=***&db=1"),
+        (
+            "unix:///run/v.sock?password=secret&db=1",
+            "unix:///run/v.sock?password=***&db=1",
+        ),
         (
             "unix://user@/run/v.sock?db=1&password=secret",
             "unix://user@/run/v.sock?db=1&password=***",
@@ -379,6 +445,8 @@ class Listener(grpc.GenericRpcHandler):
 )
 def test_settings_are_shown_without_the_password_of_the_queue(url, shown, tmp_path):
     config = config_of(tmp_path)
-    config = config.model_copy(update={"queue": QueueSection(kind="redis", redis_url=url)})
+    config = config.model_copy(
+        update={"queue": QueueSection(kind="redis", redis_url=url)}
+    )
     assert without_password(config).queue.redis_url == shown
     assert without_password(config).run == config.run

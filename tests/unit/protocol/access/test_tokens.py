@@ -17,7 +17,13 @@ from slipstream.protocol.access.security import (
     create_server,
     open_channel,
 )
-from slipstream.protocol.access.tokens import RIGHTS, may_call, read_tokens, role_of, role_token
+from slipstream.protocol.access.tokens import (
+    RIGHTS,
+    may_call,
+    read_tokens,
+    role_of,
+    role_token,
+)
 from slipstream.v1 import (
     calls_pb2,
     environment_pb2,
@@ -42,21 +48,26 @@ def methods() -> Iterator[str]:
         for service in file.DESCRIPTOR.services_by_name.values():
             # The last service is served by rollout servers on a socket, with tokens of its own.
             if service.name != "WorkerService":
-                yield from (f"/{service.full_name}/{method.name}" for method in service.methods)
+                yield from (
+                    f"/{service.full_name}/{method.name}" for method in service.methods
+                )
 
 
 def test_each_method_is_open_to_the_roles_that_need_it() -> None:
     trainer = trainer_pb2.DESCRIPTOR.services_by_name["TrainerService"]
     reads = {"GetStatus", "Watch", "ListEnvironments"}
     opened = {
-        role: {m.rpartition("/")[2] for m in methods() if may_call(role, m)} for role in RIGHTS
+        role: {m.rpartition("/")[2] for m in methods() if may_call(role, m)}
+        for role in RIGHTS
     }
     assert opened == {
         "reader": reads,
         "client": reads | {"SubmitEnvironment", "ServeEpisodes"},
         "rollout-server": reads
         | {"Join", "CallEnvironments", "Deliver", "Begin", "Keep", "GetSetup"},
-        "trainer": reads | {"StopRun", "GetSetup"} | {method.name for method in trainer.methods},
+        "trainer": reads
+        | {"StopRun", "GetSetup"}
+        | {method.name for method in trainer.methods},
     }
     # Only the run's own token sends a server away.
     assert may_call(None, "/slipstream.v1.StatusService/DrainServer")
@@ -71,20 +82,28 @@ def test_services_of_others_are_open_to_all_roles() -> None:
 def test_a_roles_token_tells_nothing_of_the_runs_and_is_made_once() -> None:
     tokens = {role: role_token(TOKEN, role) for role in RIGHTS}
     assert len(set(tokens.values())) == len(RIGHTS)
-    assert all(role_of(token) == role and TOKEN not in token for role, token in tokens.items())
+    assert all(
+        role_of(token) == role and TOKEN not in token for role, token in tokens.items()
+    )
     assert role_token(tokens["trainer"], "trainer") == tokens["trainer"]
     assert role_of(TOKEN) is None
     assert role_of("unknown." + TOKEN) is None
 
 
 def test_a_controller_with_the_token_of_a_role_does_not_start() -> None:
-    with pytest.raises(ConfigError, match="needs the run's own token, this is that of a trainer"):
+    with pytest.raises(
+        ConfigError, match="needs the run's own token, this is that of a trainer"
+    ):
         create_server(holding(role_token(TOKEN, "trainer")))
 
 
 @pytest.mark.process
 def test_the_script_writes_the_tokens_that_the_controller_knows(tmp_path: Path) -> None:
-    command = [ROOT / "deploy" / "make_certificates.sh", tmp_path / "secrets", "localhost"]
+    command = [
+        ROOT / "deploy" / "make_certificates.sh",
+        tmp_path / "secrets",
+        "localhost",
+    ]
     subprocess.run(command, check=True, capture_output=True)
     folder = tmp_path / "secrets"
     token = (folder / "token").read_text().strip()
@@ -96,9 +115,15 @@ def test_the_script_writes_the_tokens_that_the_controller_knows(tmp_path: Path) 
 
 @pytest.mark.process
 @pytest.mark.parametrize("pages", [2, 4, 6, 9])
-def test_a_full_disk_leaves_no_secret_that_a_later_call_would_keep(tmp_path, pages: int) -> None:
+def test_a_full_disk_leaves_no_secret_that_a_later_call_would_keep(
+    tmp_path, pages: int
+) -> None:
     with small_disk(tmp_path / "disk", f"size={4 * pages}k") as disk:
-        command = [ROOT / "deploy" / "make_certificates.sh", disk / "secrets", "localhost"]
+        command = [
+            ROOT / "deploy" / "make_certificates.sh",
+            disk / "secrets",
+            "localhost",
+        ]
         assert subprocess.run(command, check=False, capture_output=True).returncode
         subprocess.run(["mount", "-o", "remount,size=1m", disk], check=True)
         subprocess.run(command, check=True, capture_output=True)
@@ -126,7 +151,9 @@ def holding(token: str) -> Credentials:
 class Answers(grpc.GenericRpcHandler):
     """Answers every method with nothing."""
 
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler:
         async def answer(request: bytes, context: object) -> bytes:
             return b""
 
@@ -150,7 +177,9 @@ async def test_a_call_beyond_its_role_is_refused_in_one_line() -> None:
     submit = "/slipstream.v1.EnvironmentService/SubmitEnvironment"
     async with serving(holding(TOKEN)) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary(submit)(b"", metadata=call_metadata(rollout), timeout=LIMIT_S)
+            await channel.unary_unary(submit)(
+                b"", metadata=call_metadata(rollout), timeout=LIMIT_S
+            )
         assert caught.value.code() is grpc.StatusCode.PERMISSION_DENIED
         assert caught.value.details() == (
             f"the token of a rollout-server does not open {submit} (docs/security.md)"
@@ -162,7 +191,9 @@ async def test_a_call_beyond_its_role_is_refused_in_one_line() -> None:
         assert await answer_to(channel, status, forged) == "UNAUTHENTICATED"
 
 
-async def test_further_tokens_are_accepted_and_that_of_one_role_is_taken_back(tmp_path) -> None:
+async def test_further_tokens_are_accepted_and_that_of_one_role_is_taken_back(
+    tmp_path,
+) -> None:
     old_token = role_token(OLD, "reader")
     (tmp_path / "token").write_text(f"{NEW}\n{OLD}\n-{old_token}\n")
     credentials = Credentials.load(SecuritySection(token_file=tmp_path / "token"))
@@ -170,9 +201,9 @@ async def test_further_tokens_are_accepted_and_that_of_one_role_is_taken_back(tm
     async with serving(credentials) as channel:
         assert await answer_to(channel, method, holding(old_token)) == "UNAUTHENTICATED"
         other_tokens = (NEW, OLD, role_token(OLD, "trainer"), role_token(NEW, "reader"))
-        assert [await answer_to(channel, method, holding(other)) for other in other_tokens] == [
-            "OK"
-        ] * 4
+        assert [
+            await answer_to(channel, method, holding(other)) for other in other_tokens
+        ] == ["OK"] * 4
 
 
 async def test_refused_callers_are_told_once_a_minute(caplog) -> None:
@@ -209,7 +240,9 @@ async def test_a_refused_call_is_in_the_log_with_its_host(caplog) -> None:
         ("ü" * 40, "printable ASCII"),
     ],
 )
-def test_each_line_of_a_token_file_must_be_a_token(text: str, message: str, tmp_path: Path) -> None:
+def test_each_line_of_a_token_file_must_be_a_token(
+    text: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "token").write_text(text)
     with pytest.raises(ConfigError, match=message):
         read_tokens(tmp_path / "token")

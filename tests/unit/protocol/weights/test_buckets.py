@@ -27,7 +27,9 @@ layouts = st.lists(
 
 
 @given(layouts, st.integers(1, 2_000))
-def test_every_tensor_lies_once_in_order_aligned_in_a_bucket_of_its_sender(tensors, bucket_bytes):
+def test_every_tensor_lies_once_in_order_aligned_in_a_bucket_of_its_sender(
+    tensors, bucket_bytes
+):
     buckets = plan_buckets(tensors, bucket_bytes)
     assert [span.tensor for bucket in buckets for span in bucket.spans] == tensors
     for bucket in buckets:
@@ -52,7 +54,9 @@ def test_a_bucket_is_closed_only_when_the_next_tensor_does_not_fit_or_is_another
 
 
 @given(layouts, st.integers(1, 2_000))
-def test_both_sides_cut_the_same_buckets(tensors: list[TensorSpec], bucket_bytes: int) -> None:
+def test_both_sides_cut_the_same_buckets(
+    tensors: list[TensorSpec], bucket_bytes: int
+) -> None:
     message = layout_to_pb(tensors, bucket_bytes)
     received = type(message).FromString(message.SerializeToString())
     assert layout_from_pb(received) == plan_buckets(tensors, bucket_bytes)
@@ -60,7 +64,10 @@ def test_both_sides_cut_the_same_buckets(tensors: list[TensorSpec], bucket_bytes
 
 def test_adapters_have_buckets_of_their_own_after_those_of_weights() -> None:
     weights = [TensorSpec("w", "float32", (3,))]
-    adapters = [TensorSpec("a", "float32", (2, 1), 1), TensorSpec("b", "float32", (1, 2), 1)]
+    adapters = [
+        TensorSpec("a", "float32", (2, 1), 1),
+        TensorSpec("b", "float32", (1, 2), 1),
+    ]
     message = layout_to_pb(weights, 1_000, adapters=adapters, adapter_scale=1.5)
     received = type(message).FromString(message.SerializeToString())
     first, second = layout_from_pb(received)
@@ -77,7 +84,9 @@ def test_adapters_have_buckets_of_their_own_after_those_of_weights() -> None:
 def test_each_named_adapter_has_the_same_buckets() -> None:
     weights = [TensorSpec("w", "float32", (3,))]
     adapters = [TensorSpec("a", "float32", (4,)), TensorSpec("b", "float32", (4,))]
-    message = layout_to_pb(weights, 16, adapters=adapters, adapter_names=["code", "math", "prose"])
+    message = layout_to_pb(
+        weights, 16, adapters=adapters, adapter_names=["code", "math", "prose"]
+    )
     first, *later = layout_from_pb(message)
     assert [span.tensor.name for span in first.spans] == ["w"]
     assert [bucket.spans[0].tensor.name for bucket in later] == ["a", "b"] * 3
@@ -88,7 +97,9 @@ def test_each_named_adapter_has_the_same_buckets() -> None:
 def test_little_is_left_for_the_last_bucket() -> None:
     # In MiB; the first bucket is full, each part ends with a whole tensor.
     sizes = [300, 300, 200, 160, 40, 60, 20, 20, 20, 15]
-    tensors = [TensorSpec(f"w{n}", "float32", (size << 18,)) for n, size in enumerate(sizes)]
+    tensors = [
+        TensorSpec(f"w{n}", "float32", (size << 18,)) for n, size in enumerate(sizes)
+    ]
     buckets = plan_buckets(tensors, 600 << 20)
     # Three quarters of 535 are 401; at least 64 of the 135 that are left then come last.
     assert [[span.tensor.name for span in b.spans] for b in buckets] == [
@@ -107,5 +118,7 @@ def test_little_is_left_for_the_last_bucket() -> None:
 def test_a_bucket_without_room_and_an_unknown_type_are_refused() -> None:
     with pytest.raises(ConfigError, match="bucket_bytes must be at least 1, got 0"):
         plan_buckets([], 0)
-    with pytest.raises(ConfigError, match="tensor a has element type int8, known are float32"):
+    with pytest.raises(
+        ConfigError, match="tensor a has element type int8, known are float32"
+    ):
         plan_buckets([TensorSpec("a", "int8", (1,))], 10)

@@ -52,7 +52,17 @@ def noise(size: int) -> bytes:
 
 @pytest.mark.parametrize(
     "size",
-    [0, 1, 3, 4, 7, 4 * BLOCK_WORDS - 1, 4 * BLOCK_WORDS, 4 * BLOCK_WORDS + 2, 70 * BLOCK_WORDS],
+    [
+        0,
+        1,
+        3,
+        4,
+        7,
+        4 * BLOCK_WORDS - 1,
+        4 * BLOCK_WORDS,
+        4 * BLOCK_WORDS + 2,
+        70 * BLOCK_WORDS,
+    ],
 )
 def test_digest_is_what_its_definition_says(size: int) -> None:
     assert tensor_digest(noise(size)) == plain_digest(noise(size))
@@ -83,13 +93,18 @@ def test_tensors_of_a_bucket_are_digested_in_place() -> None:
 
 def test_digest_of_a_bucket_is_blake2b_over_its_tensors() -> None:
     parts = [tensor_digest(b"a"), tensor_digest(b"b")]
-    assert bucket_digest(parts) == hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+    assert (
+        bucket_digest(parts)
+        == hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+    )
 
 
 def test_identity_of_weights_depends_on_names_but_not_on_their_order() -> None:
     a = tensor_digest(b"a")
     b = tensor_digest(b"b")
-    expected = hashlib.blake2b(b"\1\0\0\0x" + a + b"\2\0\0\0yz" + b, digest_size=16).digest()
+    expected = hashlib.blake2b(
+        b"\1\0\0\0x" + a + b"\2\0\0\0yz" + b, digest_size=16
+    ).digest()
     assert weight_digest({"x": a, "yz": b}) == expected
     assert weight_digest({"yz": b, "x": a}) == expected
     assert weight_digest({"x": b, "yz": a}) != expected

@@ -89,7 +89,9 @@ def test_every_receiver_reads_every_bucket_as_it_was_filled(sender, buffers):
         sender.filled(number)
     sender.wait_read(6, LONG_S)
     for process in processes:
-        assert [process.line() for _ in range(7)] == [digest(content(n)) for n in range(7)]
+        assert [process.line() for _ in range(7)] == [
+            digest(content(n)) for n in range(7)
+        ]
         process.kill()
 
 
@@ -112,7 +114,9 @@ def test_a_buffer_is_not_filled_again_before_the_late_one_has_read_it(sender, bu
 
 
 @pytest.mark.process
-def test_a_dead_receiver_is_noticed_at_once(sender: HandoverSender, buffers: HostBuffers) -> None:
+def test_a_dead_receiver_is_noticed_at_once(
+    sender: HandoverSender, buffers: HostBuffers
+) -> None:
     alive, dead = receivers(sender, buffers, 2)
     sender.filled(0)
     alive.tell("read 0")
@@ -139,19 +143,27 @@ def test_a_dead_sender_is_noticed_at_once_and_leaves_nothing_behind() -> None:
     with pytest.raises(WeightSyncError, match="the sender of members-1 is gone"):
         link.wait(1, LONG_S)
     assert int(opened.arrays[0].sum()) == NUM_BYTES
-    assert not any(Path("/dev/shm", name).exists() for name in (path.name, *link.handles))
+    assert not any(
+        Path("/dev/shm", name).exists() for name in (path.name, *link.handles)
+    )
     link.close()
 
 
-def test_a_receiver_that_does_not_come_costs_one_deadline(sender: HandoverSender) -> None:
-    with pytest.raises(WeightSyncError, match=r"receivers 1, 2 of members-1 .* within 0\.1 s"):
+def test_a_receiver_that_does_not_come_costs_one_deadline(
+    sender: HandoverSender,
+) -> None:
+    with pytest.raises(
+        WeightSyncError, match=r"receivers 1, 2 of members-1 .* within 0\.1 s"
+    ):
         sender.accept([1, 2], (), 0, 0.1)
 
 
 def test_receivers_that_are_lost_are_not_waited_for(sender: HandoverSender) -> None:
     abandoned = threading.Event()
     abandoned.set()
-    with pytest.raises(WeightSyncError, match="did not join before one of them was lost"):
+    with pytest.raises(
+        WeightSyncError, match="did not join before one of them was lost"
+    ):
         sender.accept([1, 2], (), 0, LONG_S, abandoned)
 
 
@@ -174,9 +186,17 @@ def test_only_the_user_of_the_sender_may_connect(sender: HandoverSender) -> None
     assert not sender.path.exists()
 
 
-def test_others_are_left_out_and_so_is_who_ends_without_a_word(sender: HandoverSender) -> None:
+def test_others_are_left_out_and_so_is_who_ends_without_a_word(
+    sender: HandoverSender,
+) -> None:
     connected(sender.path).close()
-    messages = (b'["members-0", 1]', b'["members-1", 3]', b'["members-1", []]', b"GET /", b"[1]")
+    messages = (
+        b'["members-0", 1]',
+        b'["members-1", 3]',
+        b'["members-1", []]',
+        b"GET /",
+        b"[1]",
+    )
     hellos = [hello(sender, message) for message in (*messages, b"[" * 60_000, b"\xff")]
     member = hello(sender, b'["members-1", 1]')
     member.sendall(bytes(8))
@@ -210,8 +230,12 @@ def test_a_sender_that_is_closed_waits_for_nobody(sender: HandoverSender) -> Non
     thread.join(LIMIT_S)
 
 
-@pytest.mark.parametrize("message", [b"[1]", b"{}", b"[" * 60_000, b"\xff", b"[1, 2]", b""])
-def test_an_answer_of_another_program_is_an_error_of_weights(message: bytes, tmp_path) -> None:
+@pytest.mark.parametrize(
+    "message", [b"[1]", b"{}", b"[" * 60_000, b"\xff", b"[1, 2]", b""]
+)
+def test_an_answer_of_another_program_is_an_error_of_weights(
+    message: bytes, tmp_path
+) -> None:
     path = str(tmp_path / "socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path)
@@ -225,18 +249,26 @@ def test_an_answer_of_another_program_is_an_error_of_weights(message: bytes, tmp
 
         thread = threading.Thread(target=answer)
         thread.start()
-        with pytest.raises(WeightSyncError, match="could not join communicator members-1"):
+        with pytest.raises(
+            WeightSyncError, match="could not join communicator members-1"
+        ):
             HandoverReceiver(path, "members-1", 1, LONG_S)
         thread.join(LIMIT_S)
 
 
-def test_a_sender_that_is_not_on_this_host_is_said_with_the_rule(tmp_path: Path) -> None:
-    with pytest.raises(WeightSyncError, match="No such file .* ipc works within one host"):
+def test_a_sender_that_is_not_on_this_host_is_said_with_the_rule(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        WeightSyncError, match="No such file .* ipc works within one host"
+    ):
         HandoverReceiver(str(tmp_path / "socket"), "members-1", 1, 1.0)
 
 
 @pytest.mark.process
-def test_closing_wakes_a_thread_that_waits(sender: HandoverSender, buffers: HostBuffers) -> None:
+def test_closing_wakes_a_thread_that_waits(
+    sender: HandoverSender, buffers: HostBuffers
+) -> None:
     (process,) = receivers(sender, buffers, 1)
     failed = threading.Event()
 
@@ -253,7 +285,9 @@ def test_closing_wakes_a_thread_that_waits(sender: HandoverSender, buffers: Host
     process.kill()
 
 
-@pytest.mark.parametrize("name", ["slipstream-0000", "slipstream-../../etc/passwd", "other"])
+@pytest.mark.parametrize(
+    "name", ["slipstream-0000", "slipstream-../../etc/passwd", "other"]
+)
 def test_only_shared_buffers_are_opened(name: str) -> None:
     with pytest.raises(WeightSyncError, match=r"shared buffer"):
         HostBuffers.open([name], 16)

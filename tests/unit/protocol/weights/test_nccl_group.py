@@ -33,26 +33,34 @@ def buffer(data: bytes) -> ctypes.Array[ctypes.c_char]:
     return ctypes.create_string_buffer(data, len(data))
 
 
-def join(rank: int = 0, deadline_s: float = LONG_S, world_size: int = 2, **named) -> NcclGroup:
+def join(
+    rank: int = 0, deadline_s: float = LONG_S, world_size: int = 2, **named
+) -> NcclGroup:
     limit = {"deadline_s": deadline_s, **named}
     group = NcclGroup.join(0, b"id", rank=rank, world_size=world_size, **limit)
     JOINED.append(group)
     return group
 
 
-def broadcast(group: NcclGroup, memory, root: int = 0, deadline_s: float = LONG_S) -> None:
+def broadcast(
+    group: NcclGroup, memory, root: int = 0, deadline_s: float = LONG_S
+) -> None:
     address = ctypes.addressof(memory)
     size = len(memory)
     group.broadcast(address, size, root, 7, deadline_s=deadline_s)
 
 
-def join_all(nccl: FakeNccl, num_members: int = 2) -> tuple[list[NcclGroup], list[Member]]:
+def join_all(
+    nccl: FakeNccl, num_members: int = 2
+) -> tuple[list[NcclGroup], list[Member]]:
     groups: dict[int, NcclGroup] = {}
 
     def join_one(rank: int) -> None:
         groups[rank] = join(rank, world_size=num_members)
 
-    threads = [threading.Thread(target=join_one, args=(rank,)) for rank in range(num_members)]
+    threads = [
+        threading.Thread(target=join_one, args=(rank,)) for rank in range(num_members)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -84,12 +92,16 @@ def test_broadcasts_of_several_roots_arrive_in_order(nccl: FakeNccl) -> None:
 
 
 def test_member_that_is_missing_costs_the_join_deadline() -> None:
-    with pytest.raises(WeightSyncError, match=r"2 members .* did not meet within 0\.2 s"):
+    with pytest.raises(
+        WeightSyncError, match=r"2 members .* did not meet within 0\.2 s"
+    ):
         join(deadline_s=0.2)
 
 
 @pytest.mark.parametrize("is_given_up", [True, False])
-def test_communicator_that_comes_about_too_late_is_aborted(nccl: FakeNccl, is_given_up) -> None:
+def test_communicator_that_comes_about_too_late_is_aborted(
+    nccl: FakeNccl, is_given_up
+) -> None:
     abandoned = threading.Event()
     if is_given_up:
         abandoned.set()
@@ -101,7 +113,9 @@ def test_communicator_that_comes_about_too_late_is_aborted(nccl: FakeNccl, is_gi
     wait_until(lambda: [m.num_aborts for m in nccl.members if m.rank == 0] == [1])
 
 
-def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_deadline(nccl):
+def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_deadline(
+    nccl,
+):
     dead = threading.Thread(target=nccl.connect, args=(b"id", 1))
     dead.start()
     wait_until(lambda: b"id" in nccl.meetings and nccl.meetings[b"id"].members == {1})
@@ -114,7 +128,9 @@ def test_member_that_dies_between_the_meeting_and_the_first_broadcast_costs_the_
 
 def test_what_nccl_refuses_is_an_error_at_once(nccl: FakeNccl) -> None:
     nccl.broadcast_error = fake_cupy.NcclError("unhandled system error")
-    with pytest.raises(WeightSyncError, match="when all had met: .* unhandled system error"):
+    with pytest.raises(
+        WeightSyncError, match="when all had met: .* unhandled system error"
+    ):
         join(world_size=1)
     assert nccl.members[0].num_aborts == 1
     nccl.refused = {0}
@@ -134,7 +150,9 @@ def test_abort_that_does_not_come_back_holds_nobody(nccl: FakeNccl) -> None:
     member.abort_gate.set()
 
 
-def test_communicator_is_not_freed_under_a_call_that_is_about_to_enter_it(nccl: FakeNccl) -> None:
+def test_communicator_is_not_freed_under_a_call_that_is_about_to_enter_it(
+    nccl: FakeNccl,
+) -> None:
     (group, _), (member, _) = join_all(nccl)
     entering = threading.Event()
     seen = list[int]()
@@ -154,13 +172,17 @@ def test_communicator_is_not_freed_under_a_call_that_is_about_to_enter_it(nccl: 
     assert member.num_aborts == 1
 
 
-def test_broadcast_that_nobody_else_joins_is_aborted_after_its_deadline(nccl: FakeNccl) -> None:
+def test_broadcast_that_nobody_else_joins_is_aborted_after_its_deadline(
+    nccl: FakeNccl,
+) -> None:
     (group, _), (member, _) = join_all(nccl)
     memory = buffer(b"data")
     broadcast(group, memory, deadline_s=0.1)
     # The watchdog aborts also when nobody waits.
     wait_until(lambda: member.num_aborts == 1)
-    with pytest.raises(WeightSyncError, match=r"4 bytes from rank 0 was not done within 0\.1 s"):
+    with pytest.raises(
+        WeightSyncError, match=r"4 bytes from rank 0 was not done within 0\.1 s"
+    ):
         group.wait()
     assert group.is_aborted
     with pytest.raises(WeightSyncError, match="communicator is gone"):
@@ -184,7 +206,9 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait(nccl, now_s: list[float]) -> None:
+def test_deadline_is_of_each_broadcast_and_not_of_all_that_wait(
+    nccl, now_s: list[float]
+) -> None:
     (sender, receiver), _ = join_all(nccl)
     memory = buffer(b"data")
     there = buffer(b"    ")

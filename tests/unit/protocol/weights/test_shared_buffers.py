@@ -30,7 +30,9 @@ def test_no_memory_of_a_gpu_is_kept_where_there_is_not_all(what: str) -> None:
         assert not cupy.open_pointers
 
 
-def test_nothing_is_left_where_there_is_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_where_there_is_no_room_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names: list[str] = []
     allocate = os.posix_fallocate
 
@@ -45,7 +47,9 @@ def test_nothing_is_left_where_there_is_no_room_for_all(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(secrets, "token_hex", name)
     monkeypatch.setattr(os, "posix_fallocate", fail_the_second)
-    with pytest.raises(ConfigError, match=r"2 buffers of 64 bytes in /dev/shm: .*No space left"):
+    with pytest.raises(
+        ConfigError, match=r"2 buffers of 64 bytes in /dev/shm: .*No space left"
+    ):
         HostBuffers.make(2, 64)
     assert len(names) == 2
     assert not [name for name in names if (SHARED / f"slipstream-{name}").exists()]

@@ -34,16 +34,38 @@ def test_auto_is_what_joins_them(learner, servers, chosen):
 @pytest.mark.parametrize(
     ("setting", "learner", "servers", "said"),
     [
-        ("nccl", [GPU_0], {"a": GPU_0}, "but trainer rank 0 and a share GPU-0: set ipc or auto"),
-        ("nccl", [GPU_0], {"a": CPU}, "nccl joins GPUs only, but a computes on the CPU"),
+        (
+            "nccl",
+            [GPU_0],
+            {"a": GPU_0},
+            "but trainer rank 0 and a share GPU-0: set ipc or auto",
+        ),
+        (
+            "nccl",
+            [GPU_0],
+            {"a": CPU},
+            "nccl joins GPUs only, but a computes on the CPU",
+        ),
         ("nccl", [CPU], {"a": CPU}, "but trainer rank 0 computes on the CPU: set gloo"),
-        ("ipc", [GPU_0], {"a": ELSEWHERE}, "but a runs on another one than trainer rank 0"),
+        (
+            "ipc",
+            [GPU_0],
+            {"a": ELSEWHERE},
+            "but a runs on another one than trainer rank 0",
+        ),
         ("ipc", [CPU], {"a": place("there")}, "ipc works within one host"),
-        ("ipc", [GPU_0], {"a": CPU}, "ipc joins either GPUs or CPUs, but a computes on the CPU"),
+        (
+            "ipc",
+            [GPU_0],
+            {"a": CPU},
+            "ipc joins either GPUs or CPUs, but a computes on the CPU",
+        ),
         ("auto", [GPU_0], {"a": GPU_0, "b": ELSEWHERE}, "but b runs on another one"),
     ],
 )
-def test_what_cannot_join_them_is_refused_with_value_and_rule(setting, learner, servers, said):
+def test_what_cannot_join_them_is_refused_with_value_and_rule(
+    setting, learner, servers, said
+):
     with pytest.raises(ConfigError, match=said):
         choose_transport(setting, learner, servers, parallel=PLAIN)
 
@@ -51,13 +73,28 @@ def test_what_cannot_join_them_is_refused_with_value_and_rule(setting, learner, 
 @pytest.mark.parametrize(
     ("mine", "theirs", "said"),
     [
-        ({"NCCL_PROTO": "Simple"}, {}, "NCCL_PROTO is Simple in trainer rank 0 and not set in b"),
-        ({}, {"NCCL_ALGO": "Ring"}, "NCCL_ALGO is not set in trainer rank 0 and Ring in b"),
-        ({"NCCL_ALGO": "tree"}, {"NCCL_ALGO": "ring"}, "NCCL_ALGO is tree in .* and ring in b"),
+        (
+            {"NCCL_PROTO": "Simple"},
+            {},
+            "NCCL_PROTO is Simple in trainer rank 0 and not set in b",
+        ),
+        (
+            {},
+            {"NCCL_ALGO": "Ring"},
+            "NCCL_ALGO is not set in trainer rank 0 and Ring in b",
+        ),
+        (
+            {"NCCL_ALGO": "tree"},
+            {"NCCL_ALGO": "ring"},
+            "NCCL_ALGO is tree in .* and ring in b",
+        ),
     ],
 )
 def test_nccl_joins_members_that_are_told_the_same(mine, theirs, said):
-    places = {"a": place("here", "GPU-1", **mine), "b": place("here", "GPU-2", **theirs)}
+    places = {
+        "a": place("here", "GPU-1", **mine),
+        "b": place("here", "GPU-2", **theirs),
+    }
     learner = [place("here", "GPU-0", **mine)]
     with pytest.raises(ConfigError, match=said):
         choose_transport("auto", learner, places, parallel=PLAIN)
@@ -70,12 +107,16 @@ def test_nccl_joins_members_that_are_told_the_same(mine, theirs, said):
 
 def test_ipc_takes_the_weights_of_one_rank() -> None:
     for parallel in (ParallelSection(pp=2), ParallelSection(ep=2)):
-        assert choose_transport("auto", [GPU_0], {"a": GPU_1}, parallel=parallel) == "nccl"
+        assert (
+            choose_transport("auto", [GPU_0], {"a": GPU_1}, parallel=parallel) == "nccl"
+        )
         with pytest.raises(ConfigError, match="pp and ep must be 1, got"):
             choose_transport("auto", [GPU_0], {"a": GPU_0}, parallel=parallel)
 
 
 def test_ipc_and_gloo_may_be_chosen_where_nccl_would_be() -> None:
     for setting in ("ipc", "gloo"):
-        assert choose_transport(setting, [GPU_0], {"a": GPU_1}, parallel=PLAIN) == setting
+        assert (
+            choose_transport(setting, [GPU_0], {"a": GPU_1}, parallel=PLAIN) == setting
+        )
     assert choose_transport("ipc", [CPU], {"a": CPU}, parallel=PLAIN) == "ipc"

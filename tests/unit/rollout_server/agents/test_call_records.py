@@ -32,7 +32,9 @@ def generation(size: int, experts: np.ndarray | None = None) -> Generation:
     )
 
 
-def record(request: bytes, *, size: int = 2, experts_from: int = 0, experts=None) -> CallRecord:
+def record(
+    request: bytes, *, size: int = 2, experts_from: int = 0, experts=None
+) -> CallRecord:
     return CallRecord(
         request_digest=request,
         prompt_digest=b"",
@@ -50,7 +52,9 @@ async def kept_nowhere(call: int, record: CallRecord) -> None:
     del call, record
 
 
-def test_equal_requests_get_their_answers_in_the_order_in_which_they_were_kept() -> None:
+def test_equal_requests_get_their_answers_in_the_order_in_which_they_were_kept() -> (
+    None
+):
     records = [
         record(b"a", size=1),
         record(b"b", size=2),
@@ -161,7 +165,9 @@ def branch_with(num_routed: int) -> ConversationBranch:
     ("experts_from", "num_routed"),
     [(7, 7), (0, 7), (7, 0), (4, 7), (7, 3)],
 )
-def test_a_reply_has_the_experts_that_its_branch_lacks(experts_from: int, num_routed: int) -> None:
+def test_a_reply_has_the_experts_that_its_branch_lacks(
+    experts_from: int, num_routed: int
+) -> None:
     recorded = record(
         b"",
         experts_from=experts_from,

@@ -42,19 +42,27 @@ class Talk:
         self.tokens: dict[str, int] = {}
 
     def ask(self, *texts, name="", tools=TOOLS):
-        keys = [key("assistant" if text.startswith("r") else "user", text) for text in texts]
+        keys = [
+            key("assistant" if text.startswith("r") else "user", text) for text in texts
+        ]
         turn_found = self.all.find(tools, keys, name)
         rest = keys[turn_found.num_messages :] if turn_found else keys
         context = [self.tokens.setdefault(key.text, len(self.tokens)) for key in rest]
-        return self.all.begin(name, turn_found.turn if turn_found else None, context), keys
+        return self.all.begin(
+            name, turn_found.turn if turn_found else None, context
+        ), keys
 
     def reply(self, call, keys, text, *, tools=TOOLS):
-        turn = self.all.finish(call, generation([next(self.numbers), next(self.numbers)]))
+        turn = self.all.finish(
+            call, generation([next(self.numbers), next(self.numbers)])
+        )
         assert turn is not None
         self.all.remember(turn, tools, keys, [key("assistant", text)])
         return turn
 
-    def talk(self, *texts: str, reply: str, name: str = "", tools: str = TOOLS) -> AgentTurn:
+    def talk(
+        self, *texts: str, reply: str, name: str = "", tools: str = TOOLS
+    ) -> AgentTurn:
         call, keys = self.ask(*texts, name=name, tools=tools)
         return self.reply(call, keys, reply, tools=tools)
 
@@ -118,7 +126,9 @@ def test_the_turn_that_a_request_names_goes_on_among_equal_ones() -> None:
         turn_found = talk.all.find(TOOLS, keys, "", previous=turn)
         assert (turn_found.turn, turn_found.num_messages) == (turn, 2)
     # A turn that its messages do not continue is no matter.
-    assert talk.all.find(TOOLS, [key("user", "x"), *keys], "", previous=turns[0]) is None
+    assert (
+        talk.all.find(TOOLS, [key("user", "x"), *keys], "", previous=turns[0]) is None
+    )
 
 
 def test_a_name_has_branches_of_its_own_which_may_begin_with_tokens_of_others() -> None:
@@ -171,13 +181,17 @@ def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) 
     open_calls: list[tuple[AgentCall, list[MessageKey], tuple[str, ...]]] = []
     for number in range(data.draw(st.integers(1, 25))):
         if open_calls and data.draw(st.booleans()):
-            call, keys, texts = open_calls.pop(data.draw(st.integers(0, len(open_calls) - 1)))
+            call, keys, texts = open_calls.pop(
+                data.draw(st.integers(0, len(open_calls) - 1))
+            )
             count = data.draw(st.integers(0, 3))
             tokens = [next(talk.numbers) for _ in range(count)]
             turn = talk.all.finish(call, generation(tokens))
             assert (turn is None) == (count == 0)
             if turn is not None:
-                sampled[tuple(call.prompt)] = sampled.get(tuple(call.prompt), []) + [tokens]
+                sampled[tuple(call.prompt)] = sampled.get(tuple(call.prompt), []) + [
+                    tokens
+                ]
                 talk.all.remember(turn, TOOLS, keys, [key("assistant", f"r{number}")])
                 entries.append(_Known((*texts, f"r{number}"), call.prompt + tokens))
             continue
@@ -194,7 +208,9 @@ def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) 
         assert len(branch.run_lengths) % 2 == 0
         assert sum(branch.run_lengths) == len(branch.token_ids)
         ends = list(itertools.accumulate(branch.run_lengths))
-        logprobs = np.concatenate([reply["behavior_logprobs"] for reply in branch.sampled]).tolist()
+        logprobs = np.concatenate(
+            [reply["behavior_logprobs"] for reply in branch.sampled]
+        ).tolist()
         of_branch = []
         for start, end in zip(ends[::2], ends[1::2], strict=True):
             prompt = tuple(branch.token_ids[:start])
@@ -203,6 +219,8 @@ def test_recorded_tokens_are_those_that_were_sampled_for_any_interleaving(data) 
             of_branch += tokens
         assert logprobs == [-token for token in of_branch]
         assert sum(span.length for span in branch.spans) == len(of_branch)
-    assert {k: sorted(v) for k, v in recorded.items()} == {k: sorted(v) for k, v in sampled.items()}
+    assert {k: sorted(v) for k, v in recorded.items()} == {
+        k: sorted(v) for k, v in sampled.items()
+    }
     turns = sum(len(branch.sampled) for branch in talk.all.branches)
     assert turns == sum(map(len, sampled.values()))

@@ -16,7 +16,9 @@ def said(content: object, **fields: object) -> dict[str, object]:
     return {"role": "assistant", "content": content, **fields}
 
 
-def call(arguments: object, *, id: str = "c1", name: str = "add", **fields) -> dict[str, object]:
+def call(
+    arguments: object, *, id: str = "c1", name: str = "add", **fields
+) -> dict[str, object]:
     function = {"name": name, "arguments": arguments}
     calls = [{"id": id, "type": "function", "function": function}]
     return {"role": "assistant", "tool_calls": calls, **fields}

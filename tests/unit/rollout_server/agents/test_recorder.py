@@ -45,10 +45,15 @@ class Calls:
 
     def open(self, path: str = CHAT_PATH) -> ServedCall:
         self.number += 1
-        return self.recorder.open(AgentCall(call=self.number, method="POST", path=path), path)
+        return self.recorder.open(
+            AgentCall(call=self.number, method="POST", path=path), path
+        )
 
     async def begin(self, opened: ServedCall, *texts: str) -> list[int]:
-        keys = [MessageKey("assistant" if text[0] == "r" else "user", text) for text in texts]
+        keys = [
+            MessageKey("assistant" if text[0] == "r" else "user", text)
+            for text in texts
+        ]
         turn_found = self.recorder.find(opened, "", keys)
         count = len(texts) - (turn_found.num_messages if turn_found else 0)
         return await self.recorder.begin(
@@ -90,7 +95,9 @@ HALF = WHOLE[:19]
     [(500, WHOLE, True), (200, HALF, True), (200, HALF, False)],
     ids=["error", "hangs up", "half"],
 )
-async def test_no_error_and_no_half_of_an_answer_is_known(status, body, is_closed) -> None:
+async def test_no_error_and_no_half_of_an_answer_is_known(
+    status, body, is_closed
+) -> None:
     calls = Calls()
     first = calls.open(RESPONSES_PATH)
     await calls.begin(first, "u1")
@@ -194,13 +201,22 @@ async def test_no_more_tokens_are_sampled_than_there_is_room() -> None:
         await calls.begin(opened, "u", "u")
     calls.recorder.close(opened)
     assert calls.recorder.is_truncated
-    assert sum(len(branch.token_ids) for branch in calls.recorder.conversations.branches) == 43
+    assert (
+        sum(len(branch.token_ids) for branch in calls.recorder.conversations.branches)
+        == 43
+    )
 
 
-async def test_an_episode_is_truncated_if_the_run_cut_off_the_last_reply_of_a_branch() -> None:
-    calls = Calls(dataclasses.replace(SAMPLING, max_episode_tokens=60, max_total_tokens=200))
+async def test_an_episode_is_truncated_if_the_run_cut_off_the_last_reply_of_a_branch() -> (
+    None
+):
+    calls = Calls(
+        dataclasses.replace(SAMPLING, max_episode_tokens=60, max_total_tokens=200)
+    )
     found = []
-    for number, (stop_after, max_tokens) in enumerate(((100, 4), (100, 1000), (3, 1000)), start=1):
+    for number, (stop_after, max_tokens) in enumerate(
+        ((100, 4), (100, 1000), (3, 1000)), start=1
+    ):
         calls.engine.stop_after = stop_after
         opened = calls.open()
         texts = [text for n in range(1, number) for text in (f"u{n}", f"r{n}")]

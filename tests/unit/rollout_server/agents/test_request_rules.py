@@ -51,11 +51,23 @@ def ruled(body: dict, *, variables=EFFORTS, **others: object):
 
 
 def test_a_request_that_asks_for_nothing_is_told_nothing() -> None:
-    body = {"model": "m", "messages": [], "temperature": 1, "top_p": 0.9, "seed": 3, "stop": ["x"]}
+    body = {
+        "model": "m",
+        "messages": [],
+        "temperature": 1,
+        "top_p": 0.9,
+        "seed": 3,
+        "stop": ["x"],
+    }
     assert ruled(body) == (body, {})
 
 
-FAILED_RESULT = {"type": "tool_result", "tool_use_id": "1", "content": "a", "is_error": True}
+FAILED_RESULT = {
+    "type": "tool_result",
+    "tool_use_id": "1",
+    "content": "a",
+    "is_error": True,
+}
 
 
 @pytest.mark.parametrize("seed", [0, 3])
@@ -76,7 +88,10 @@ def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
         ({"repetition_penalty": 1.1}, "repetition_penalty=1 (asked 1.1)"),
         ({"response_format": {"type": "json_object"}}, "response_format=none (asked)"),
         ({"tool_choice": "required"}, "tool_choice=auto (asked)"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice=auto"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "f"}}},
+            "tool_choice=auto",
+        ),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format=none (asked)"),
         ({"min_tokens": 5}, "min_tokens=none (asked)"),
         ({"logit_bias": {"5": -100}}, 'logit_bias=null (asked {"5": -100})'),
@@ -85,24 +100,56 @@ def test_an_engine_that_drafts_takes_no_seed(seed: int) -> None:
         ({"return_prompt_text": True}, "return_prompt_text=none (asked)"),
         ({"return_token_offsets": True}, "return_token_offsets=none (asked)"),
         (
-            {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]},
+            {
+                "include": [
+                    "message.output_text.logprobs",
+                    "reasoning.encrypted_content",
+                ]
+            },
             'include=none (asked ["reasoning.encrypted_content"])',
         ),
-        ({"modalities": ["text", "audio"], "audio": {"voice": "x"}}, "modalities=none (asked); au"),
+        (
+            {"modalities": ["text", "audio"], "audio": {"voice": "x"}},
+            "modalities=none (asked); au",
+        ),
         ({"functions": [{"name": "f"}]}, "functions=none (asked)"),
         ({"web_search_options": {}}, "web_search_options=none (asked)"),
         ({"min_p": 0.1, "frequency_penalty": 0.0}, "min_p=0 (asked 0.1)"),
         ({"max_token": 5}, "max_token=none (asked)"),
         ({"a b\n": 5}, "others=none (asked)"),
         ({"text": {"verbosity": "low"}}, "text.verbosity=none (asked)"),
-        ({"output_config": {"effort": "low", "a b": 1}}, "output_config.others=none (asked)"),
-        ({"tools": [{"function": {"name": "f", "strict": True}}]}, "tools.strict=none (asked)"),
-        ({"tools": [{"name": "f", "input_examples": [{}]}]}, "tools.input_examples=none (asked)"),
-        ({"tools": [{"type": "web_search"}]}, 'server_tools=none (asked ["web_search"])'),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking.budget_tokens=none"),
-        ({"messages": [{"role": "assistant", "refusal": "no"}]}, "messages.refusal=none (asked)"),
-        ({"messages": [{"function_call": {"name": "f"}}]}, "messages.function_call=none (asked)"),
-        ({"messages": [{"content": [FAILED_RESULT]}]}, "tool_result.is_error=none (asked)"),
+        (
+            {"output_config": {"effort": "low", "a b": 1}},
+            "output_config.others=none (asked)",
+        ),
+        (
+            {"tools": [{"function": {"name": "f", "strict": True}}]},
+            "tools.strict=none (asked)",
+        ),
+        (
+            {"tools": [{"name": "f", "input_examples": [{}]}]},
+            "tools.input_examples=none (asked)",
+        ),
+        (
+            {"tools": [{"type": "web_search"}]},
+            'server_tools=none (asked ["web_search"])',
+        ),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 9}},
+            "thinking.budget_tokens=none",
+        ),
+        (
+            {"messages": [{"role": "assistant", "refusal": "no"}]},
+            "messages.refusal=none (asked)",
+        ),
+        (
+            {"messages": [{"function_call": {"name": "f"}}]},
+            "messages.function_call=none (asked)",
+        ),
+        (
+            {"messages": [{"content": [FAILED_RESULT]}]},
+            "tool_result.is_error=none (asked)",
+        ),
         ({"tool_choice": "any"}, "tool_choice=auto (asked)"),
         ({"truncation": "auto"}, 'truncation="disabled" (asked)'),
         ({"temperature": "hot\nhead\u00e9"}, 'temperature=1 (asked "hot'),
@@ -130,14 +177,29 @@ def test_what_was_asked_otherwise_is_told(asked, told) -> None:
         ({"reasoning_effort": "none"}, NEITHER, {"reasoning_effort": "none (asked)"}),
         # The request's own switch holds, not the one that its effort would turn.
         (
-            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {
+                "reasoning_effort": "none",
+                "chat_template_kwargs": {"enable_thinking": True},
+            },
             SWITCH,
             {"reasoning_effort": "none (asked)"},
         ),
-        ({"reasoning": {"effort": "high"}}, NEITHER, {"reasoning.effort": "none (asked)"}),
+        (
+            {"reasoning": {"effort": "high"}},
+            NEITHER,
+            {"reasoning.effort": "none (asked)"},
+        ),
         ({"reasoning": {}}, NEITHER, {}),
-        ({"output_config": {"effort": "high"}}, NEITHER, {"output_config.effort": "none (asked)"}),
-        ({"thinking": {"type": "disabled"}}, NEITHER, {"thinking.disabled": "none (asked)"}),
+        (
+            {"output_config": {"effort": "high"}},
+            NEITHER,
+            {"output_config.effort": "none (asked)"},
+        ),
+        (
+            {"thinking": {"type": "disabled"}},
+            NEITHER,
+            {"thinking.disabled": "none (asked)"},
+        ),
         ({"thinking": {"type": "disabled"}}, SWITCH, {}),
         ({"thinking": {"type": "adaptive"}}, NEITHER, {}),
         ({"documents": [{"text": "a"}]}, EFFORTS, {}),
@@ -145,7 +207,13 @@ def test_what_was_asked_otherwise_is_told(asked, told) -> None:
         ({"documents": []}, SWITCH, {}),
         ({"chat_template_kwargs": {"persona": "x"}}, EFFORTS, {}),
         (
-            {"chat_template_kwargs": {"persona": "x", "enable_thinkin": False, "a b": 1}},
+            {
+                "chat_template_kwargs": {
+                    "persona": "x",
+                    "enable_thinkin": False,
+                    "a b": 1,
+                }
+            },
             SWITCH,
             {
                 "chat_template_kwargs.others": "none (asked)",
@@ -163,12 +231,17 @@ def test_values_that_servers_set_or_nobody_reads_are_taken_out() -> None:
     values = {"messages": [], "persona": "x", "other": 1}
     body, messages = ruled({"chat_template_kwargs": values})
     assert body == {"chat_template_kwargs": {"persona": "x"}}
-    assert [*messages] == ["chat_template_kwargs.messages", "chat_template_kwargs.other"]
+    assert [*messages] == [
+        "chat_template_kwargs.messages",
+        "chat_template_kwargs.other",
+    ]
 
 
 def test_a_system_prompt_that_is_no_text_is_refused() -> None:
     body = {"system": [{"type": "text", "text": "a"}, {"type": "image"}]}
-    with pytest.raises(Refusal, match=r'system must hold text, got \["text", "image"\]'):
+    with pytest.raises(
+        Refusal, match=r'system must hold text, got \["text", "image"\]'
+    ):
         ruled(body)
     assert ruled({"system": "a"})[1] == ruled({"system": body["system"][:1]})[1]
 
@@ -209,7 +282,9 @@ def test_what_would_constrain_the_reply_is_taken_out() -> None:
     }
     body, _ = ruled(request)
     assert body == {"text": {}, "tool_choice": {"type": "auto"}}
-    assert request["response_format"] == {"type": "json_object"}, "the request itself is unchanged"
+    assert request["response_format"] == {"type": "json_object"}, (
+        "the request itself is unchanged"
+    )
 
 
 SCHEMA = {
@@ -237,8 +312,12 @@ FREE_SCHEMA = {
         ({"output_config": {"format": FREE_SCHEMA}}, "output_config.format"),
     ],
 )
-def test_a_reply_that_must_keep_a_form_is_refused_with_the_reason(body: dict, name: str) -> None:
-    with pytest.raises(Refusal, match=f"^{name} asks for a reply that keeps a form") as caught:
+def test_a_reply_that_must_keep_a_form_is_refused_with_the_reason(
+    body: dict, name: str
+) -> None:
+    with pytest.raises(
+        Refusal, match=f"^{name} asks for a reply that keeps a form"
+    ) as caught:
         ruled({"model": "m", **body})
     refusal = caught.value
     assert refusal.status == 400
@@ -293,12 +372,18 @@ def test_a_choice_that_is_not_forced_keeps_what_else_it_says() -> None:
 
 
 def test_a_budget_of_thoughts_need_not_be_below_the_runs_limit_of_a_reply() -> None:
-    body, _ = ruled({"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 3000})
+    body, _ = ruled(
+        {"thinking": {"type": "enabled", "budget_tokens": 2000}, "max_tokens": 3000}
+    )
     assert body == {"thinking": {"type": "adaptive"}, "max_tokens": 100}
 
 
 def test_a_result_of_a_tool_that_would_be_dropped_is_refused() -> None:
-    result = {"type": "tool_result", "content": [{"type": "text", "text": "a"}], "is_error": False}
+    result = {
+        "type": "tool_result",
+        "content": [{"type": "text", "text": "a"}],
+        "is_error": False,
+    }
     message = {"role": "user", "content": [result], "refusal": None}
     assert ruled({"messages": [message]}) == ({"messages": [message]}, {})
     result["content"] = [{"type": "document", "source": {"data": "b"}}]
@@ -306,7 +391,9 @@ def test_a_result_of_a_tool_that_would_be_dropped_is_refused() -> None:
         ruled({"messages": [message]})
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_output_tokens"])
+@pytest.mark.parametrize(
+    "name", ["max_tokens", "max_completion_tokens", "max_output_tokens"]
+)
 def test_a_length_holds_below_the_runs(name: str) -> None:
     assert ruled({name: 7})[0] == {name: 7}
     assert ruled({name: 32_000})[0] == {name: 100}
@@ -321,10 +408,19 @@ def test_several_replies_and_those_in_the_background_are_refused(asked) -> None:
 
 
 def ask(
-    *, prompt: int = 20, context: int = 20, is_new: bool = True, total: int = 80, **amounts: int
+    *,
+    prompt: int = 20,
+    context: int = 20,
+    is_new: bool = True,
+    total: int = 80,
+    **amounts: int,
 ):
-    call = AgentCall(ConversationBranch(""), [0] * prompt, [0] * context, is_append=not is_new)
-    amounts = dict.fromkeys(("tokens", "reserved_tokens", "turns", "branches"), 0) | amounts
+    call = AgentCall(
+        ConversationBranch(""), [0] * prompt, [0] * context, is_append=not is_new
+    )
+    amounts = (
+        dict.fromkeys(("tokens", "reserved_tokens", "turns", "branches"), 0) | amounts
+    )
     return room(dataclasses.replace(LIMITS, max_total_tokens=total), call, **amounts)
 
 

@@ -83,10 +83,15 @@ class Drawing(Good):
         square = numpy.ones((300, 300))
         words = {
             "product": float((square @ square).sum()),
-            "numbers": {"random": random.random(), "numpy": float(numpy.random.random())},
+            "numbers": {
+                "random": random.random(),
+                "numpy": float(numpy.random.random()),
+            },
             "sockets": sum(target.startswith("socket:") for target in targets),
             "module": sys.modules["__main__"].__spec__.name,
-            "secrets": [name for name in ("HF_TOKEN", "SLIPSTREAM_TOKEN") if name in os.environ],
+            "secrets": [
+                name for name in ("HF_TOKEN", "SLIPSTREAM_TOKEN") if name in os.environ
+            ],
         }
         return [{"role": "user", "content": json.dumps(words)}]
 
@@ -156,7 +161,9 @@ class Curious(Good):
             for name in os.listdir("/proc/self/fd")
             if os.path.lexists(f"/proc/self/fd/{name}")
         }
-        return [{"role": "user", "content": json.dumps([facts, dict(os.environ), sys.argv])}]
+        return [
+            {"role": "user", "content": json.dumps([facts, dict(os.environ), sys.argv])}
+        ]
 
 
 class CallsTheModel(AgentEnvironment[int]):
@@ -165,7 +172,9 @@ class CallsTheModel(AgentEnvironment[int]):
 
     def run(self, task, endpoint):
         key = {"Authorization": f"Bearer {endpoint.api_key}"}
-        request = urllib.request.Request(f"{endpoint.base_url}/chat/completions", b"{}", key)
+        request = urllib.request.Request(
+            f"{endpoint.base_url}/chat/completions", b"{}", key
+        )
         with urllib.request.urlopen(request):
             return 1.0
 

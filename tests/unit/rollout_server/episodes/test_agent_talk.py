@@ -17,7 +17,9 @@ END = environment_pb2.AgentResult(reward=1.0)
 TIMEOUT = trajectory_pb2.FAILURE_KIND_TIMEOUT
 
 
-def call(number: int, path: str = "/v1/x", **fields: object) -> environment_pb2.AgentCall:
+def call(
+    number: int, path: str = "/v1/x", **fields: object
+) -> environment_pb2.AgentCall:
     return environment_pb2.AgentCall(call=number, method="POST", path=path, **fields)
 
 
@@ -29,7 +31,9 @@ class Session:
         self.parts: list[tuple[int, bytes, bool]] = []
         self.part_error: EnvironmentFailed | None = None
 
-    async def next_call(self) -> environment_pb2.AgentCall | environment_pb2.AgentResult:
+    async def next_call(
+        self,
+    ) -> environment_pb2.AgentCall | environment_pb2.AgentResult:
         message = await self.calls.get()
         if isinstance(message, Exception):
             raise message
@@ -73,7 +77,11 @@ def recorder(key: str) -> Recorder:
 
 class Talk:
     def __init__(self, timeout_s: float = LIMIT_S) -> None:
-        self.session, self.answering, self.recorder = Session(), Answering(), recorder("e")
+        self.session, self.answering, self.recorder = (
+            Session(),
+            Answering(),
+            recorder("e"),
+        )
         self.timeout_s = timeout_s
 
     def say(self, *messages: object) -> None:
@@ -82,9 +90,13 @@ class Talk:
 
     async def run(self) -> environment_pb2.AgentResult:
         parts = self.session, self.answering, self.recorder
-        return await asyncio.wait_for(answer_calls(*parts, timeout_s=self.timeout_s), LIMIT_S)
+        return await asyncio.wait_for(
+            answer_calls(*parts, timeout_s=self.timeout_s), LIMIT_S
+        )
 
-    async def with_open(self, *calls: object) -> asyncio.Task[environment_pb2.AgentResult]:
+    async def with_open(
+        self, *calls: object
+    ) -> asyncio.Task[environment_pb2.AgentResult]:
         """The talk as it runs with calls that get no answer."""
         self.answering.may_answer.clear()
         running = asyncio.create_task(self.run())
@@ -129,7 +141,9 @@ async def test_a_call_that_was_abandoned_is_closed_alone() -> None:
 
 
 async def test_an_agent_that_does_nothing_fails_at_its_limit() -> None:
-    with pytest.raises(EnvironmentFailed, match=r"within 0\.05 s, .*timeout_s \(here\)") as caught:
+    with pytest.raises(
+        EnvironmentFailed, match=r"within 0\.05 s, .*timeout_s \(here\)"
+    ) as caught:
         await Talk(timeout_s=0.05).run()
     assert caught.value.kind == TIMEOUT
 

@@ -28,7 +28,9 @@ class Stream:
 
     def say(self, **answer: object) -> None:
         """Answers the command that follows the agent."""
-        (follow,) = [message for message in self.sent if message.HasField("follow_agent")]
+        (follow,) = [
+            message for message in self.sent if message.HasField("follow_agent")
+        ]
         self.table.answered(pb.WorkerMessage(call_id=follow.call_id, **answer))
 
     async def follow(self) -> None:
@@ -62,7 +64,9 @@ async def test_a_failure_behind_calls_is_raised_behind_them(is_lost: bool) -> No
     if is_lost:
         stream.table.end(LOST, "the worker is gone")
     else:
-        stream.say(failure=trajectory_pb2.Failure(kind=LOST, message="the worker is gone"))
+        stream.say(
+            failure=trajectory_pb2.Failure(kind=LOST, message="the worker is gone")
+        )
     assert (await stream.next()).call == 2
     with pytest.raises(EnvironmentFailed, match="the worker is gone") as caught:
         await stream.next()
@@ -83,10 +87,14 @@ async def test_calls_that_nobody_takes_end_the_episode_and_not_the_memory() -> N
 
 async def test_the_last_part_of_a_reply_waits_for_no_answer() -> None:
     stream = Stream()
-    first = asyncio.ensure_future(stream.session.reply_part(1, pb.ReplyPart(body=b"a", status=200)))
+    first = asyncio.ensure_future(
+        stream.session.reply_part(1, pb.ReplyPart(body=b"a", status=200))
+    )
     await asyncio.sleep(0)
     assert not first.done()
-    stream.table.answered(pb.WorkerMessage(call_id=stream.sent[-1].call_id, pong=pb.Pong()))
+    stream.table.answered(
+        pb.WorkerMessage(call_id=stream.sent[-1].call_id, pong=pb.Pong())
+    )
     async with asyncio.timeout(LIMIT_S):
         await first
         await stream.session.reply_part(1, pb.ReplyPart(body=b"b", is_last=True))
@@ -97,9 +105,13 @@ async def test_the_last_part_of_a_reply_waits_for_no_answer() -> None:
 
 
 @pytest.mark.parametrize("is_agent", [False, True])
-async def test_a_session_in_which_the_environment_failed_by_itself_has_its_answer(is_agent) -> None:
+async def test_a_session_in_which_the_environment_failed_by_itself_has_its_answer(
+    is_agent,
+) -> None:
     closed: list[bool] = []
-    failure = trajectory_pb2.Failure(kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message="why")
+    failure = trajectory_pb2.Failure(
+        kind=trajectory_pb2.FAILURE_KIND_ENVIRONMENT, message="why"
+    )
 
     def fail(command: pb.WorkerCommand) -> None:
         answer = pb.WorkerMessage(call_id=command.call_id, failure=failure)
@@ -119,7 +131,9 @@ async def test_a_call_that_is_over_is_forgotten() -> None:
     stream.say(agent_result=pb.AgentResult())
     task = asyncio.create_task(stream.session.reset(0, 0))
     await asyncio.sleep(0)
-    answer = pb.WorkerMessage(call_id=stream.sent[-1].call_id, observation=pb.Observation())
+    answer = pb.WorkerMessage(
+        call_id=stream.sent[-1].call_id, observation=pb.Observation()
+    )
     stream.table.answered(answer)
     await task
     # The call is answered too late, or twice.

@@ -19,7 +19,10 @@ from slipstream.protocol.access.tokens import TOKEN_KEY
 from slipstream.rollout_server.chat import ChatMessage, chat_messages
 from slipstream.rollout_server.episodes import workers
 from slipstream.rollout_server.episodes.calls import StreamSession
-from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
+from slipstream.rollout_server.episodes.environments import (
+    ClientEnvironments,
+    Environments,
+)
 from slipstream.rollout_server.episodes.worker_gateway import (
     NO_LIMITS,
     WorkerGateway,
@@ -47,7 +50,16 @@ class Hosted:
         self.environments = environments
         self._reports = reports
 
-    def load(self, name, *, timeout_s=LIMIT_S, num_workers=1, try_reset=False, python="", **args):
+    def load(
+        self,
+        name,
+        *,
+        timeout_s=LIMIT_S,
+        num_workers=1,
+        try_reset=False,
+        python="",
+        **args,
+    ):
         spec = env_pb.EnvironmentSpec(
             name=name,
             reference=f"odd_environments:{name}",
@@ -57,7 +69,9 @@ class Hosted:
             search_path=str(Path(__file__).parent),
             python=python,
         )
-        self.environments.order(fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset))
+        self.environments.order(
+            fleet_pb2.EnvironmentOrder(spec=spec, try_reset=try_reset)
+        )
 
     def unload(self, name: str) -> None:
         spec = env_pb.EnvironmentSpec(name=name)
@@ -70,10 +84,14 @@ class Hosted:
     async def report(self) -> fleet_pb2.EnvironmentReport:
         return await asyncio.wait_for(self._reports.get(), LIMIT_S)
 
-    async def open(self, name: str, key: str = "episode", task: int = 0, timeout_s=LIMIT_S):
+    async def open(
+        self, name: str, key: str = "episode", task: int = 0, timeout_s=LIMIT_S
+    ):
         return await self.environments.open(name, key, task, timeout_s)
 
-    async def begun(self, name: str, key: str = "episode", task: int = 0, timeout_s=LIMIT_S):
+    async def begun(
+        self, name: str, key: str = "episode", task: int = 0, timeout_s=LIMIT_S
+    ):
         session = await self.open(name, key, task, timeout_s)
         await session.reset(task, 0)
         return session
@@ -97,7 +115,9 @@ async def hosted(tmp_path: Path) -> AsyncIterator[Hosted]:
 
 
 @pytest.fixture
-async def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Hosted]:
+async def impatient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Hosted]:
     """Workers that are ended when they do not answer a ping at once."""
     monkeypatch.setattr(workers, "PING_S", 0.5)
     async with hosting(tmp_path) as hosted_environment:
@@ -134,13 +154,17 @@ async def test_an_episode_runs_with_another_interpreter(hosted, tmp_path: Path) 
     python = furnished_python(tmp_path / "venv")
     report = await hosted.loaded("Good", python=str(python))
     assert not report.HasField("failure"), report.failure.message
-    assert [worker.cmdline()[0] for worker in child_processes("--connect")][-1] == str(python)
+    assert [worker.cmdline()[0] for worker in child_processes("--connect")][-1] == str(
+        python
+    )
     session = await hosted.open("Good")
     assert chat_messages(await session.reset(1, 2)) == (ChatMessage("user", "a b"),)
     session.close()
 
 
-async def test_an_interpreter_that_cannot_run_a_worker_is_named(hosted, tmp_path) -> None:
+async def test_an_interpreter_that_cannot_run_a_worker_is_named(
+    hosted, tmp_path
+) -> None:
     bare = bare_python(tmp_path / "venv")
     loud = tmp_path / "loud"
     loud.write_text(f"#!/bin/sh\necho; echo {'x' * 9000}; exit 3\n")
@@ -150,7 +174,8 @@ async def test_an_interpreter_that_cannot_run_a_worker_is_named(hosted, tmp_path
         program.chmod(0o755)
     causes = {
         bare: f"code 2 before it attached: {bare} lacks what a worker needs: {bare} -m pip install",
-        tmp_path / "none": f"127 before it attached: slipstream: {tmp_path}/none: No such file or",
+        tmp_path
+        / "none": f"127 before it attached: slipstream: {tmp_path}/none: No such file or",
         loud: f"worker exited with code 3 before it attached: {'x' * 400}",
         removing: "worker exited with code 3 before it attached: without a word",
     }
@@ -191,7 +216,9 @@ async def test_a_worker_that_dies_while_loading_is_reported(hosted) -> None:
     assert report.failure.message == "worker was killed by SIGKILL"
 
 
-async def test_a_worker_that_is_killed_while_loading_is_started_once_more(hosted, tmp_path):
+async def test_a_worker_that_is_killed_while_loading_is_started_once_more(
+    hosted, tmp_path
+):
     report = await hosted.loaded("DiesAtFirst", mark=str(tmp_path / "mark"))
     assert not report.HasField("failure"), report.failure.message
     session = await hosted.open("DiesAtFirst")
@@ -237,7 +264,9 @@ async def test_who_waits_behind_a_hanging_episode_is_not_blamed(impatient) -> No
     stuck = await impatient.open("Stuck", "stuck", 0, timeout_s=0.2)
     behind = await impatient.open("Stuck", "behind", 1, timeout_s=0.2)
     idle = await impatient.begun("Stuck", "idle", 2)
-    failures = await asyncio.gather(stuck.reset(0, 0), behind.reset(1, 0), return_exceptions=True)
+    failures = await asyncio.gather(
+        stuck.reset(0, 0), behind.reset(1, 0), return_exceptions=True
+    )
     assert [failure.kind for failure in failures] == [
         trajectory_pb2.FAILURE_KIND_TIMEOUT,
         trajectory_pb2.FAILURE_KIND_BYSTANDER,
@@ -280,12 +309,16 @@ async def test_who_shares_a_worker_with_a_call_that_blocks_it_goes_elsewhere_aft
 
 
 @pytest.mark.long
-async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(hosted):
+async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_it_passes(
+    hosted,
+):
     await hosted.loaded("Exiting")
     dying = await hosted.begun("Exiting", "a")
     bystander = await hosted.begun("Exiting", "b", 1)
     for session in (dying, bystander):
-        with pytest.raises(EnvironmentFailed, match="worker exited with code 7; 2 ep") as caught:
+        with pytest.raises(
+            EnvironmentFailed, match="worker exited with code 7; 2 ep"
+        ) as caught:
             await session.step("x", truncated=False)
         assert caught.value.kind == trajectory_pb2.FAILURE_KIND_BYSTANDER
         session.close()
@@ -304,7 +337,9 @@ async def test_a_task_that_was_in_a_call_when_its_worker_ended_runs_alone_until_
 
 
 @pytest.mark.long
-async def test_a_suspect_that_ends_a_worker_of_its_own_is_set_aside_and_harms_no_other(hosted):
+async def test_a_suspect_that_ends_a_worker_of_its_own_is_set_aside_and_harms_no_other(
+    hosted,
+):
     alone = await suspected(hosted)
     beside = await hosted.begun("Exiting", "b", 1)
     await alone.reset(0, 0)
@@ -315,13 +350,19 @@ async def test_a_suspect_that_ends_a_worker_of_its_own_is_set_aside_and_harms_no
     alone.close()
     assert (await beside.step("x", truncated=False)).reward == 0.5
     beside.close()
-    with pytest.raises(EnvironmentFailed, match=f"^{cause}; its task ended a worker in which"):
+    with pytest.raises(
+        EnvironmentFailed, match=f"^{cause}; its task ended a worker in which"
+    ):
         await hosted.open("Exiting", "c", 0)
 
 
 def forking_processes() -> list[psutil.Process]:
     """Those that fork workers, without the forks, which have their command lines."""
-    return [process for process in child_processes("--forks") if process.ppid() == os.getpid()]
+    return [
+        process
+        for process in child_processes("--forks")
+        if process.ppid() == os.getpid()
+    ]
 
 
 async def test_workers_that_follow_others_are_forked_with_limits_and_causes_of_their_own(
@@ -351,7 +392,9 @@ async def test_workers_that_follow_others_are_forked_with_limits_and_causes_of_t
         killed.close()
 
 
-async def test_a_process_that_forks_workers_is_started_again_where_it_was_killed(hosted) -> None:
+async def test_a_process_that_forks_workers_is_started_again_where_it_was_killed(
+    hosted,
+) -> None:
     first = await suspected(hosted)
     (parent,) = forking_processes()
     parent.kill()
@@ -431,18 +474,24 @@ async def test_an_episode_that_leaves_while_it_waits_for_a_worker_of_its_own_hol
 
 
 @pytest.mark.long
-async def test_episodes_that_wait_for_a_worker_of_their_own_are_told_of_an_unload(hosted) -> None:
+async def test_episodes_that_wait_for_a_worker_of_their_own_are_told_of_an_unload(
+    hosted,
+) -> None:
     first = await suspected(hosted)
     waiting = [asyncio.create_task(hosted.open("Exiting", name, 0)) for name in "bcd"]
     # All begin to wait.
     await asyncio.sleep(0)
     hosted.unload("Exiting")
-    errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)
+    errors = await asyncio.wait_for(
+        asyncio.gather(*waiting, return_exceptions=True), LIMIT_S
+    )
     assert [str(error) for error in errors] == ["the environment was unloaded"] * 3
     first.close()
 
 
-async def test_a_worker_that_takes_too_much_memory_is_ended_with_the_cause(tmp_path: Path) -> None:
+async def test_a_worker_that_takes_too_much_memory_is_ended_with_the_cause(
+    tmp_path: Path,
+) -> None:
     async with hosting(tmp_path, limits=WorkerLimits(memory_bytes=400 << 20)) as hosted:
         await hosted.loaded("Greedy")
         session = await hosted.begun("Greedy")
@@ -455,7 +504,9 @@ async def test_a_worker_that_takes_too_much_memory_is_ended_with_the_cause(tmp_p
         session.close()
 
 
-async def test_an_environment_whose_reset_hangs_is_refused_when_it_is_tried(impatient) -> None:
+async def test_an_environment_whose_reset_hangs_is_refused_when_it_is_tried(
+    impatient,
+) -> None:
     report = await impatient.loaded("Stuck", timeout_s=0.2, try_reset=True)
     assert report.failure.message.startswith("no answer to reset within 0.2 s")
     assert report.failure.message.endswith("in reset)")
@@ -465,9 +516,15 @@ async def test_an_environment_whose_reset_hangs_is_refused_when_it_is_tried(impa
 @pytest.mark.parametrize(
     ("name", "cause"),
     [
-        ("LacksAPackage", "ModuleNotFoundError: No module named 'no_such_package' (odd_env"),
+        (
+            "LacksAPackage",
+            "ModuleNotFoundError: No module named 'no_such_package' (odd_env",
+        ),
         ("CallsNobody", "run() ended without a call to its endpoint"),
-        ("NeverCalls", "the agent did not call the model within 1 s, the environment's timeout_s"),
+        (
+            "NeverCalls",
+            "the agent did not call the model within 1 s, the environment's timeout_s",
+        ),
     ],
 )
 async def test_an_agent_that_does_not_call_the_model_is_refused_when_it_is_tried(
@@ -509,7 +566,9 @@ asyncio.run(main(*sys.argv[1:]))
 """
 
 
-async def test_what_an_environment_forks_ends_with_a_server_that_is_killed(tmp_path: Path) -> None:
+async def test_what_an_environment_forks_ends_with_a_server_that_is_killed(
+    tmp_path: Path,
+) -> None:
     server = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
@@ -531,7 +590,9 @@ async def test_what_an_environment_forks_ends_with_a_server_that_is_killed(tmp_p
 async def test_episodes_are_spread_over_the_workers(hosted) -> None:
     await hosted.loaded("Good", num_workers=2)
     first = await hosted.open("Good", "a")
-    await until(lambda: len(hosted.environments._hosted["Good"][0]._ready) >= 2, LIMIT_S)
+    await until(
+        lambda: len(hosted.environments._hosted["Good"][0]._ready) >= 2, LIMIT_S
+    )
     second = await hosted.open("Good", "b")
     assert first._table is not second._table
     first.close()
@@ -594,7 +655,9 @@ async def test_unloading_ends_a_worker_that_did_not_attach_yet_and_who_waits_for
         waiting = [asyncio.create_task(hosted.open("Good", name)) for name in "ab"]
         await until(lambda: child_processes("--connect"), LIMIT_S)
         hosted.unload("Good")
-        errors = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT_S)
+        errors = await asyncio.wait_for(
+            asyncio.gather(*waiting, return_exceptions=True), LIMIT_S
+        )
     assert [str(error) for error in errors] == ["the environment was unloaded"] * 2
     assert not child_processes("--connect")
 
@@ -609,12 +672,16 @@ async def test_a_worker_that_does_not_attach_in_time_is_ended_and_reported(
         assert not child_processes("--connect")
 
 
-async def test_a_worker_whose_log_cannot_be_written_names_the_log(tmp_path: Path) -> None:
+async def test_a_worker_whose_log_cannot_be_written_names_the_log(
+    tmp_path: Path,
+) -> None:
     log = tmp_path / "logs" / "rollout-server-environment-Good-0.log"
     log.mkdir(parents=True)
     async with hosting(tmp_path) as hosted:
         report = await hosted.loaded("Good")
-    assert report.failure.message == f"no worker could be started: {log}: Is a directory"
+    assert (
+        report.failure.message == f"no worker could be started: {log}: Is a directory"
+    )
 
 
 async def test_a_worker_that_cannot_be_started_is_reported_and_ends_nothing_else(
@@ -628,7 +695,9 @@ async def test_a_worker_that_cannot_be_started_is_reported_and_ends_nothing_else
     assert not (await hosted.loaded("Curious")).HasField("failure")
 
 
-async def test_a_worker_has_neither_files_nor_secrets_of_its_server(hosted, tmp_path, monkeypatch):
+async def test_a_worker_has_neither_files_nor_secrets_of_its_server(
+    hosted, tmp_path, monkeypatch
+):
     for name in ("WANDB_API_KEY", "AWS_SECRET", "HF_TOKEN"):
         monkeypatch.setenv(name, "secret-of-the-server")
     with (tmp_path / "token").open("w") as file:
@@ -640,10 +709,27 @@ async def test_a_worker_has_neither_files_nor_secrets_of_its_server(hosted, tmp_
     files, variables, arguments = json.loads(message.content)
     # The null device, its log, the record of its calls, and what it has opened itself: sockets,
     # pipes, an event loop, its listing.
-    allowed_paths = ("/dev/null", "socket:", "anon_inode:", "pipe:", "/proc/", "/memfd:calls")
-    allowed_paths += (str(tmp_path / "logs" / "rollout-server-environment-Curious-0.log"),)
+    allowed_paths = (
+        "/dev/null",
+        "socket:",
+        "anon_inode:",
+        "pipe:",
+        "/proc/",
+        "/memfd:calls",
+    )
+    allowed_paths += (
+        str(tmp_path / "logs" / "rollout-server-environment-Curious-0.log"),
+    )
     assert [path for path in files.values() if not path.startswith(allowed_paths)] == []
-    names = {"PATH", "HOME", "LANG", "PYTHONPATH", "VIRTUAL_ENV", "LC_CTYPE", "DOCKER_HOST"}
+    names = {
+        "PATH",
+        "HOME",
+        "LANG",
+        "PYTHONPATH",
+        "VIRTUAL_ENV",
+        "LC_CTYPE",
+        "DOCKER_HOST",
+    }
     names |= {"HF_ENDPOINT", "HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE"}
     fixed = {"PYTHONHASHSEED": "0", "GRPC_ENABLE_FORK_SUPPORT": "false"}
     assert set(variables) <= names | fixed.keys()
@@ -663,13 +749,17 @@ async def test_calls_to_clients_end_though_their_stream_fails_at_that_moment() -
             is_read.set()
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
-            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), None)
+            raise grpc.aio.AioRpcError(
+                grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), None
+            )
             yield
 
         def cancel(self) -> None:
             pass
 
-    channel = SimpleNamespace(stream_stream=lambda *_, **__: lambda *_, **__: FailingCall())
+    channel = SimpleNamespace(
+        stream_stream=lambda *_, **__: lambda *_, **__: FailingCall()
+    )
     clients = ClientEnvironments(channel, ())
     running = asyncio.create_task(clients.run())
     clients.open("served", "episode", 1.0)
@@ -694,7 +784,9 @@ async def test_a_worker_may_not_compress_what_it_says(tmp_path: Path) -> None:
             gateway.address, compression=grpc.Compression.Gzip
         ) as channel:
             attach = environment_pb2_grpc.WorkerServiceStub(channel).Attach
-            attached = attach(requests(), metadata=((TOKEN_KEY, f"Bearer {stream.token}"),))
+            attached = attach(
+                requests(), metadata=((TOKEN_KEY, f"Bearer {stream.token}"),)
+            )
             ended = asyncio.ensure_future(attached.code())
             waiting = asyncio.ensure_future(stream.attached.wait())
             await asyncio.wait([ended, waiting], return_when=asyncio.FIRST_COMPLETED)

@@ -46,7 +46,9 @@ def shown(*parts: str | bytes) -> ChatMessage:
 
 def test_a_message_of_an_environment_keeps_the_order_of_its_parts() -> None:
     part = environment_pb2.ContentPart
-    message = environment_pb2.ChatMessage(role="user", parts=[part(image=RED), part(text="a")])
+    message = environment_pb2.ChatMessage(
+        role="user", parts=[part(image=RED), part(text="a")]
+    )
     chat_message = ChatMessage.from_pb(message)
     assert chat_message == shown(RED, "a")
     assert (chat_message.images, chat_message.num_characters) == ((RED,), 1)
@@ -72,19 +74,27 @@ def test_images_of_all_turns_stay_where_the_model_saw_them(seeing: Renderer) -> 
         ImagePlace(offsets[2], 1),
     ]
     for offset in offsets:
-        assert recording.token_ids[offset - 1 : offset + 5] == [BEGIN, *[IMAGE] * 4, END]
+        assert recording.token_ids[offset - 1 : offset + 5] == [
+            BEGIN,
+            *[IMAGE] * 4,
+            END,
+        ]
     assert recording.conversation_images[1] == PlacedImage(offsets[1], RED)
 
 
 def test_a_text_cannot_name_an_image(seeing: Renderer) -> None:
     history = History(seeing, [shown("<image>", RED)], NO_INPUTS)
-    with pytest.raises(RenderingFailed, match="once for each of the 1 images, it wrote 2"):
+    with pytest.raises(
+        RenderingFailed, match="once for each of the 1 images, it wrote 2"
+    ):
         history.prompt()
 
 
 def test_a_model_of_text_is_shown_no_image(folder: Path) -> None:
     history = History(Renderer(folder), [shown(RED)], NO_INPUTS)
-    with pytest.raises(RenderingFailed, match="the model sees none: .* sampling.max_images is 0"):
+    with pytest.raises(
+        RenderingFailed, match="the model sees none: .* sampling.max_images is 0"
+    ):
         history.prompt()
 
 
@@ -109,7 +119,9 @@ class Shown(Environment[str]):
 
 
 @pytest.mark.parametrize("place", ["first", "given", "later"])
-async def test_an_image_with_cut_pixels_fails_its_episode_alone(server, place: str) -> None:
+async def test_an_image_with_cut_pixels_fails_its_episode_alone(
+    server, place: str
+) -> None:
     server.fleet.serve(Shown(place))
     connection = await server.join()
     sampling = fleet_pb2.SamplingSettings()

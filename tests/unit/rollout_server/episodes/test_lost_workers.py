@@ -63,7 +63,9 @@ async def play(hosted: ScriptedEnvironment, tasks: Iterable[int]) -> Played:
     return played
 
 
-def played(hosted: ScriptedEnvironment, *rounds: Iterable[int]) -> tuple[list[Played], float]:
+def played(
+    hosted: ScriptedEnvironment, *rounds: Iterable[int]
+) -> tuple[list[Played], float]:
     """Plays rounds of episodes, one after the other; returns the seconds that all took."""
     loop = VirtualLoop(0)
     began_s = loop.time()
@@ -90,7 +92,9 @@ def test_one_end_in_25_steps_leaves_episodes_that_share_a_worker(tells: bool) ->
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_task_that_always_ends_its_worker_fails_with_its_cause_and_no_other(tells: bool) -> None:
+def test_a_task_that_always_ends_its_worker_fails_with_its_cause_and_no_other(
+    tells: bool,
+) -> None:
     hosted = ScriptedEnvironment(lambda _, task: task == 3, tells=tells)
     (first,), _ = played(hosted, [number // 2 for number in range(200)])
     assert first.passed == {task: 2 for task in range(100) if task != 3}
@@ -99,7 +103,9 @@ def test_a_task_that_always_ends_its_worker_fails_with_its_cause_and_no_other(te
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_a_suspect_is_set_aside_after_one_end_of_a_worker_of_its_own(tells: bool) -> None:
+def test_a_suspect_is_set_aside_after_one_end_of_a_worker_of_its_own(
+    tells: bool,
+) -> None:
     killers = {3, 30, 60, 90}
     hosted = ScriptedEnvironment(lambda _, task: task in killers, tells=tells)
     # Eight members of each task, with three attempts each.
@@ -287,7 +293,9 @@ def test_passing_forgets_earlier_losses() -> None:
     assert alone(suspects) == []
 
 
-def test_where_too_many_come_into_question_fewer_share_a_worker_and_none_is_suspected() -> None:
+def test_where_too_many_come_into_question_fewer_share_a_worker_and_none_is_suspected() -> (
+    None
+):
     suspects = Suspects()
     assert suspects.most_together == math.inf
     many = range(MAX_SUSPECTED + 1)

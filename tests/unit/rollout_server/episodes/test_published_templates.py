@@ -91,7 +91,10 @@ smollm3             equal   equal   equal   added   refused refused refused <|im
 smolvlm             refused refused refused refused refused refused refused <end_of_utterance>
 step-3.5            equal   equal   equal   added   equal   equal   refused <|im_end|>
 """
-FAMILIES = {name: Family(*fields) for name, *fields in map(str.split, TABLE.strip().splitlines())}
+FAMILIES = {
+    name: Family(*fields)
+    for name, *fields in map(str.split, TABLE.strip().splitlines())
+}
 
 
 class Template:
@@ -107,7 +110,11 @@ class Template:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def text(
-        self, messages: Sequence[ChatMessage], inputs: TemplateInputs, *, is_closed: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        inputs: TemplateInputs,
+        *,
+        is_closed: bool = False,
     ) -> str:
         """Returns what transformers writes."""
         return str(
@@ -124,7 +131,9 @@ class Template:
         """Returns `text` without the one special token at its end, with white space before it."""
         return re.sub(rf"\s*(?:{TOKEN.pattern})\Z", "", text)
 
-    def talk(self, turns: Sequence[tuple[ChatMessage, str]], last: Sequence[ChatMessage]) -> str:
+    def talk(
+        self, turns: Sequence[tuple[ChatMessage, str]], last: Sequence[ChatMessage]
+    ) -> str:
         """Follows given replies to the messages of `turns`; `last` follows the last reply."""
         history = History(self.renderer, [turns[0][0]], NO_INPUTS)
         messages = [turns[0][0]]
@@ -132,7 +141,9 @@ class Template:
         assert decode(history.prompt()) == self.text(messages, NO_INPUTS)
         for number, (_, reply) in enumerate(turns):
             prompt = self.text(messages, NO_INPUTS)
-            following = [turns[number + 1][0]] if number + 1 < len(turns) else list(last)
+            following = (
+                [turns[number + 1][0]] if number + 1 < len(turns) else list(last)
+            )
             tokens = history.reply(reply, following)
             trained = decode(tokens)
             messages.append(ChatMessage("assistant", reply))
@@ -155,19 +166,26 @@ class Template:
             # The rest is the end of what the template writes, with one end before it.
             text = self.text(messages, NO_INPUTS)
             assert text.endswith(decode(between)), (between, text)
-            assert self.body(text.removesuffix(decode(between))).endswith(reply[-5:]), text
+            assert self.body(text.removesuffix(decode(between))).endswith(reply[-5:]), (
+                text
+            )
         return EQUAL
 
     def call(self) -> str:
         """Returns how the result of a parsed call follows the sampled tokens."""
         inputs = TemplateInputs(TOOLS)
         call = ParsedToolCall("slpstrm00", "add", '{"a": 5}')
-        messages = [ChatMessage("user", "q one"), ParsedReply("", tool_calls=(call,)).message]
+        messages = [
+            ChatMessage("user", "q one"),
+            ParsedReply("", tool_calls=(call,)).message,
+        ]
         messages.append(ChatMessage("tool", "7 degrees", "slpstrm00"))
         history = History(self.renderer, messages[:1], inputs)
         history.add(messages[1], messages[2:])
         appended = history.continuation(0)
-        text = self.renderer.decode_all(history.prompt() if appended is None else appended)
+        text = self.renderer.decode_all(
+            history.prompt() if appended is None else appended
+        )
         whole = self.text(messages, inputs)
         assert "7 degrees" in text
         assert whole == text if appended is None else whole.endswith(text)
@@ -200,10 +218,18 @@ def family_of(template: Template, end: str) -> Family:
     result = ChatMessage("tool", "7 degrees")
     thought = "<think>\nhm\n</think>\n\n"
     return Family(
-        outcome(lambda: template.talk([(user("q one"), "r one"), (user("q two"), "r two")], [])),
         outcome(
             lambda: template.talk(
-                [(user("q one"), f"{thought}r one"), (user("q two"), f"{thought}r two")], []
+                [(user("q one"), "r one"), (user("q two"), "r two")], []
+            )
+        ),
+        outcome(
+            lambda: template.talk(
+                [
+                    (user("q one"), f"{thought}r one"),
+                    (user("q two"), f"{thought}r two"),
+                ],
+                [],
             )
         ),
         outcome(
@@ -212,7 +238,9 @@ def family_of(template: Template, end: str) -> Family:
             )
         ),
         outcome(template.call),
-        outcome(lambda: template.prompt(("system", "s1"), ("system", "s2"), ("user", "q"))),
+        outcome(
+            lambda: template.prompt(("system", "s1"), ("system", "s2"), ("user", "q"))
+        ),
         outcome(
             lambda: template.prompt(
                 ("user", "q"), ("assistant", "r"), ("system", "s2"), ("user", "q2")
@@ -224,7 +252,9 @@ def family_of(template: Template, end: str) -> Family:
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
-def test_a_published_template_writes_what_is_read_and_trained_or_refuses(name, tmp_path):
+def test_a_published_template_writes_what_is_read_and_trained_or_refuses(
+    name, tmp_path
+):
     expected = FAMILIES[name]
     template = Template(name, expected.end, tmp_path)
     assert family_of(template, expected.end) == expected

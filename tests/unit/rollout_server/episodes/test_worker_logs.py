@@ -18,7 +18,9 @@ REMOVED = "slipstream: older lines were removed"
 
 def run(logs: WorkerLogs, name: str, code: str) -> None:
     with logs.output(name) as output:
-        process = subprocess.Popen([sys.executable, "-c", code], stdout=output, stderr=output)
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=output, stderr=output
+        )
     assert process.wait(LIMIT_S) == 0
 
 
@@ -54,11 +56,17 @@ def test_a_line_longer_than_a_log_is_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_worker_that_is_left_behind_writes_behind_what_was_kept(tmp_path: Path) -> None:
+def test_a_worker_that_is_left_behind_writes_behind_what_was_kept(
+    tmp_path: Path,
+) -> None:
     logs = WorkerLogs(tmp_path, 1_000)
     with logs.output("a.log") as output:
         process = subprocess.Popen(
-            [sys.executable, "-c", "print('x' * 5_000, flush=True); input(); print('last')"],
+            [
+                sys.executable,
+                "-c",
+                "print('x' * 5_000, flush=True); input(); print('last')",
+            ],
             stdin=subprocess.PIPE,
             stdout=output,
         )
@@ -81,13 +89,17 @@ def test_a_log_that_was_removed_is_told_of_once(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("begin", [0, len(REMOVED), 5_000])
-async def test_the_last_words_of_a_worker_are_found_in_a_log_that_was_trimmed(tmp_path, begin):
+async def test_the_last_words_of_a_worker_are_found_in_a_log_that_was_trimmed(
+    tmp_path, begin
+):
     message = f"{REMOVED}\nImportError: no numpy\n"
     (tmp_path / "a.log").write_text(message)
     spec = environment_pb2.EnvironmentSpec(name="e")
     worker = EnvironmentWorker(SimpleNamespace(), spec, Suspects(), try_reset=False)
     wait = AsyncMock(return_value="worker exited with code 1")
-    worker._process = SimpleNamespace(wait=wait, calls=lambda: SimpleNamespace(running=()))
+    worker._process = SimpleNamespace(
+        wait=wait, calls=lambda: SimpleNamespace(running=())
+    )
     worker._log = tmp_path / "a.log", begin
     await worker._watch_exit()
     assert str(worker.table.failure) == (

@@ -20,7 +20,9 @@ DIGEST = 1.0
 COPY = 2.0
 NUM_BUCKETS = 5
 BUCKETS = tuple(
-    plan_buckets([TensorSpec(f"w{n}", "bfloat16", (512,)) for n in range(NUM_BUCKETS)], 1024)
+    plan_buckets(
+        [TensorSpec(f"w{n}", "bfloat16", (512,)) for n in range(NUM_BUCKETS)], 1024
+    )
 )
 
 
@@ -52,7 +54,9 @@ def consumer(cupy, monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_streams.Str
 
     with fake_streams.installed() as consumer:
         monkeypatch.setattr(NcclGroup, "broadcast", broadcast)
-        monkeypatch.setattr(NcclReceiver, "_room", lambda _, size: torch.empty(size).byte())
+        monkeypatch.setattr(
+            NcclReceiver, "_room", lambda _, size: torch.empty(size).byte()
+        )
         yield consumer
 
 
@@ -82,7 +86,9 @@ def test_copies_of_a_bucket_run_while_the_next_one_arrives(consumer, own_buffers
     transport.close()
 
 
-def test_two_buckets_arrive_while_the_engines_steps_end(consumer: fake_streams.Stream) -> None:
+def test_two_buckets_arrive_while_the_engines_steps_end(
+    consumer: fake_streams.Stream,
+) -> None:
     transport, incoming = prepared(own_buffers=False)
     (link,) = nccl_receiver._STREAMS[DEVICE]
     consumer.work(100.0)
@@ -134,7 +140,9 @@ def test_settings_that_vllm_pins_for_its_own_communicators_are_not_ours(
     assert ("NCCL_NO_CACHE" in os.environ) == has_no_cache
 
 
-def test_communicators_one_after_the_other_use_one_stream(cupy, consumer, monkeypatch) -> None:
+def test_communicators_one_after_the_other_use_one_stream(
+    cupy, consumer, monkeypatch
+) -> None:
     for _ in range(3):
         join().close()
     assert [communicator.num_aborts for communicator in cupy.communicators] == [1, 1, 1]

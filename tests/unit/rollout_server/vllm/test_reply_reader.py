@@ -17,7 +17,8 @@ class Scripted(Parser):
 
 
 @pytest.mark.parametrize(
-    ("found_id", "stays"), [("é" * 512, True), ("é" * 513, False), ("", False), (None, False)]
+    ("found_id", "stays"),
+    [("é" * 512, True), ("é" * 513, False), ("", False), (None, False)],
 )
 def test_an_id_that_does_not_fit_into_a_message_is_replaced(
     found_id: str | None, stays: bool

@@ -44,8 +44,14 @@ def test_a_set_is_recorded_with_as_many_tokens_as_a_record_has_room_for() -> Non
     assert kept_tokens.ids.tolist() == [5, 9, *full]
 
 
-@pytest.mark.parametrize("large", [[], [*range(MAX_KEPT_TOKENS + 1)]], ids=["left out", "whole"])
-def test_a_reply_with_a_larger_set_fails_whichever_sampler_says_so(large: list[int]) -> None:
+@pytest.mark.parametrize(
+    "large", [[], [*range(MAX_KEPT_TOKENS + 1)]], ids=["left out", "whole"]
+)
+def test_a_reply_with_a_larger_set_fails_whichever_sampler_says_so(
+    large: list[int],
+) -> None:
     record, output = record_of([[5], large, [7]])
-    with pytest.raises(GenerationFailed, match="token 1 of a reply was drawn from more than 1024"):
+    with pytest.raises(
+        GenerationFailed, match="token 1 of a reply was drawn from more than 1024"
+    ):
         record.generation(output)

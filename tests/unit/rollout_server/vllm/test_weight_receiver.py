@@ -48,7 +48,9 @@ class OneBucket:
         return []
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
-        buffer = torch.ones(BUCKETS[0].num_bytes // 2, dtype=torch.bfloat16).view(torch.uint8)
+        buffer = torch.ones(BUCKETS[0].num_bytes // 2, dtype=torch.bfloat16).view(
+            torch.uint8
+        )
         self.sent = weakref.ref(buffer)
         yield buffer
 
@@ -78,11 +80,15 @@ def test_an_update_that_disproved_the_plan_leaves_no_bucket_in_memory() -> None:
     assert sender.sent() is None
 
 
-def test_workers_on_a_cpu_share_what_main_memory_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_on_a_cpu_share_what_main_memory_has_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(weight_receiver, "free_memory", lambda: (5 * GIB, 20 * GIB))
 
     def room(held_bytes: int, num_workers: int) -> int:
-        settings = SimpleNamespace(parallel_config=SimpleNamespace(world_size=num_workers))
+        settings = SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=num_workers)
+        )
         receiver = SlipstreamWeightTransfer(None, settings, torch.device("cpu"), None)
         receiver._staging = SimpleNamespace(held_bytes=held_bytes)
         return receiver.room()

@@ -72,7 +72,10 @@ def test_every_bucket_is_read_with_its_digest(file: Path, own_buffers: bool) -> 
     receiver = of_file(file)
     # The file is read again for each update.
     for _ in range(2):
-        arrays = [b.clone().numpy() for b in receiver.receive(incoming(own_buffers=own_buffers))]
+        arrays = [
+            b.clone().numpy()
+            for b in receiver.receive(incoming(own_buffers=own_buffers))
+        ]
         assert all((a == b).all() for a, b in zip(arrays, CONTENT, strict=True))
         assert receiver.digests() == digests_of(CONTENT)
     receiver.close()

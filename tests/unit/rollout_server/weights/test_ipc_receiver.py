@@ -100,7 +100,9 @@ def test_buffers_are_not_left_behind_when_nobody_comes() -> None:
     weights = WeightsSection().model_copy(update={"join_deadline_s": 0.2})
     sender = IpcSender(weights, torch.device("cpu"), num_bytes=64)
     where = sender.announce("nobody", num_senders=1, world_size=2)
-    with pytest.raises(WeightSyncError, match=r"receivers 1 of nobody did not join within"):
+    with pytest.raises(
+        WeightSyncError, match=r"receivers 1 of nobody did not join within"
+    ):
         sender.connect(where, 0)
     assert sender.communicator_id is None
     assert not any(Path("/dev/shm", name).exists() for name in sender._shared.handles)
@@ -143,7 +145,9 @@ def test_a_layout_larger_than_the_buffers_is_refused(ends: Ends) -> None:
 def test_memory_of_a_learner_is_closed_again_when_joining_fails(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
     sender = HandoverSender("members-1")
-    where = weights_pb2.Communicator(communicator_id="members-1", store_host=str(sender.path))
+    where = weights_pb2.Communicator(
+        communicator_id="members-1", store_host=str(sender.path)
+    )
     errors: list[WeightSyncError] = []
 
     def accept() -> None:
@@ -186,7 +190,9 @@ def test_buffers_stay_until_a_thread_that_copies_out_of_them_is_done(ends, monke
     monkeypatch.setattr(receiver, "_open_digests", lambda _: digests)
     vars(receiver)["_digests"] = digests
     with ThreadPoolExecutor() as pool:
-        staging = pool.submit(lambda: list(receiver.receive(incoming(own_buffers=True))))
+        staging = pool.submit(
+            lambda: list(receiver.receive(incoming(own_buffers=True)))
+        )
         sending = ends.send(9)
         assert digests.came.wait(LONG_S)
         closing = pool.submit(receiver.close)

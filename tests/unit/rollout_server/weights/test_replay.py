@@ -45,7 +45,9 @@ def test_copies_of_all_kinds_are_made() -> None:
             parameter=span.tensor.name,
             destination=View.of(targets[span.tensor.name]),
         )
-        for span, strides in zip(bucket.spans, [(512, 1), (16, 1), (1,), (4, 1)], strict=True)
+        for span, strides in zip(
+            bucket.spans, [(512, 1), (16, 1), (1,), (4, 1)], strict=True
+        )
     ]
     replay = PlannedCopies((tuple(copies),), parameters)
     replay.run(0, buffer)
@@ -102,7 +104,9 @@ def ready(transport: TwoBuckets, take: Take, staging: Staging | None = None) -> 
 @pytest.mark.parametrize(
     ("enqueues", "in_the_first"), [(True, ["receive", "0: 1", "1: 2"]), (False, [])]
 )
-def test_only_a_transport_that_enqueues_receives_in_the_first_call(enqueues, in_the_first):
+def test_only_a_transport_that_enqueues_receives_in_the_first_call(
+    enqueues, in_the_first
+):
     transport = TwoBuckets(enqueues)
 
     def take(place: int, buffer: torch.Tensor) -> None:
@@ -125,7 +129,11 @@ def test_what_is_staged_is_copied_in_the_first_call() -> None:
     copying.begin()
     assert sizes == [1, 2]
     copying.finish()
-    assert (sizes, copying.digests, copying.receive_s) == ([1, 2], [b"one", b"two"], 0.0)
+    assert (sizes, copying.digests, copying.receive_s) == (
+        [1, 2],
+        [b"one", b"two"],
+        0.0,
+    )
 
 
 def test_an_error_of_the_first_call_is_raised_by_it() -> None:
@@ -137,7 +145,9 @@ def test_an_error_of_the_first_call_is_raised_by_it() -> None:
 
 
 def incoming_of(*sizes: int) -> Incoming:
-    tensors = [TensorSpec(f"t{place}", "float32", (size,)) for place, size in enumerate(sizes)]
+    tensors = [
+        TensorSpec(f"t{place}", "float32", (size,)) for place, size in enumerate(sizes)
+    ]
     return Incoming(
         buckets=tuple(plan_buckets(tensors, 4)), bucket_deadline_s=1.0, own_buffers=True
     )

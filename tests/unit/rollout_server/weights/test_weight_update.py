@@ -21,7 +21,11 @@ COPIED = ["pause", "begin", "paused", "receive"]
 
 
 def order(publish_id: str, **changed: Any) -> weights_pb2.PublishOrder:
-    values = {"publish_id": publish_id, "bucket_deadline_s": 1.0, "join_deadline_s": 1.0}
+    values = {
+        "publish_id": publish_id,
+        "bucket_deadline_s": 1.0,
+        "join_deadline_s": 1.0,
+    }
     return weights_pb2.PublishOrder(**values | changed)
 
 
@@ -96,7 +100,11 @@ async def test_where_nobody_is_waited_for_one_call_prepares_an_update() -> None:
     assert engine.prepared() == [described]
     assert (loaded.bucket_digests, loaded.stages.copied) == ((b"\x0a",), True)
     # The slowest worker gives the times; in the longer time on the wire one waited for the other.
-    assert (loaded.stages.receive_s, loaded.stages.load_s, loaded.stages.wire_s) == (2.0, 0.25, 0.1)
+    assert (loaded.stages.receive_s, loaded.stages.load_s, loaded.stages.wire_s) == (
+        2.0,
+        0.25,
+        0.1,
+    )
     # The copies begin where the first worker began.
     assert loaded.began_s == 3.25
 
@@ -111,9 +119,19 @@ async def test_adapters_alone_are_staged_by_workers_without_a_plan_too() -> None
 
 async def test_adapters_alone_after_weights_are_another_layout() -> None:
     engine = Engine(*RIGHT, *RIGHT, both(result()), *RIGHT)
-    for publish_id, layout in (("p1", LAYOUT), ("p2", ADAPTERS), ("p3", NO_LAYOUT), ("p4", LAYOUT)):
+    for publish_id, layout in (
+        ("p1", LAYOUT),
+        ("p2", ADAPTERS),
+        ("p3", NO_LAYOUT),
+        ("p4", LAYOUT),
+    ):
         await engine.take(order(publish_id), layout)
-    assert engine.numbered() == [*2 * ["prepare", "receive"], "receive", "prepare", "receive"]
+    assert engine.numbered() == [
+        *2 * ["prepare", "receive"],
+        "receive",
+        "prepare",
+        "receive",
+    ]
     assert engine.prepared()[1][1] == ADAPTERS.SerializeToString()
     # Weights are copied again after them.
     assert engine.started == ["prepare", *COPIED]
@@ -147,13 +165,22 @@ async def test_whatever_is_new_is_prepared(changed, layout):
     ("unlike", "error"),
     [
         (FAILED, "a bucket did not arrive"),
-        ([{"value": result("0a")}, {"value": result("0b")}], "received different bytes"),
+        (
+            [{"value": result("0a")}, {"value": result("0b")}],
+            "received different bytes",
+        ),
         ([{"value": result()}, {"value": result(by_plan=False)}], ""),
     ],
 )
-async def test_an_update_after_one_that_was_not_copied_everywhere_is_prepared(unlike, error):
+async def test_an_update_after_one_that_was_not_copied_everywhere_is_prepared(
+    unlike, error
+):
     engine = Engine(READY, unlike, READY)
-    with pytest.raises(WeightSyncError, match=error) if error else contextlib.nullcontext():
+    with (
+        pytest.raises(WeightSyncError, match=error)
+        if error
+        else contextlib.nullcontext()
+    ):
         await engine.take()
     with pytest.raises(WeightSyncError, match="'p1' was not prepared"):
         await engine.update.receive("p1")
@@ -168,7 +195,9 @@ async def test_the_first_update_needs_a_layout() -> None:
 
 
 @pytest.mark.parametrize("may_stage", [False, True])
-async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still(may_stage):
+async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still(
+    may_stage,
+):
     engine = Engine(*2 * [READY, BY_LOADER], may_stage=may_stage)
     for publish_id, layout in (("p1", LAYOUT), ("p2", OTHER_LAYOUT)):
         await engine.take(order(publish_id), layout)
@@ -177,12 +206,16 @@ async def test_weights_of_another_layout_are_loaded_when_the_engine_stands_still
 
 
 @pytest.mark.parametrize("is_busy", [False, True])
-async def test_an_update_that_could_not_begin_fails_with_that_error(is_busy: bool) -> None:
+async def test_an_update_that_could_not_begin_fails_with_that_error(
+    is_busy: bool,
+) -> None:
     engine = Engine(*RIGHT, READY, 2 * [{"error": "no update was announced"}])
     engine.begun = [{"value": None}, {"error": "a bucket did not arrive"}]
     await engine.take()
     with pytest.raises(WeightSyncError, match="a bucket did not arrive"):
-        await engine.take(order("p2", new_communicator=True), LAYOUT, None if is_busy else idle)
+        await engine.take(
+            order("p2", new_communicator=True), LAYOUT, None if is_busy else idle
+        )
     assert engine.numbered() == 2 * ["prepare", "receive"]
 
 
@@ -204,7 +237,9 @@ async def test_a_failed_update_is_over_when_no_worker_is_inside_it_any_more() ->
 
     engine.update = WeightUpdate(ask, engine.pause, may_stage=False)
     await engine.take()
-    receiving = asyncio.create_task(engine.take(order("p2", new_communicator=True), LAYOUT, idle))
+    receiving = asyncio.create_task(
+        engine.take(order("p2", new_communicator=True), LAYOUT, idle)
+    )
     await is_asked.wait()
     for _ in range(10):
         await asyncio.sleep(0)
@@ -246,7 +281,9 @@ async def test_updates_are_staged_while_requests_run_where_all_workers_have_room
     calls = [rooms(*room)] * bool(room) + [READY] * staged
     engine = Engine(*RIGHT, *calls, both(result()), may_stage=True)
     assert not (await engine.take()).stages.staged
-    assert (await engine.take(order("p2"), NO_LAYOUT, is_busy=is_busy)).stages.staged is staged
+    assert (
+        await engine.take(order("p2"), NO_LAYOUT, is_busy=is_busy)
+    ).stages.staged is staged
     assert engine.staged() == [False, True][: 1 + staged]
 
 
@@ -270,7 +307,9 @@ async def test_room_is_asked_for_again_after_a_failure() -> None:
 
 
 @pytest.mark.parametrize("hangs_at", ["prepare", "room", "begin", "receive"])
-async def test_workers_that_do_not_answer_are_taken_for_dead(monkeypatch, hangs_at: str) -> None:
+async def test_workers_that_do_not_answer_are_taken_for_dead(
+    monkeypatch, hangs_at: str
+) -> None:
     engine = Engine(*RIGHT, rooms(0, 0), *RIGHT, may_stage=True)
     await engine.take()
 
@@ -281,6 +320,8 @@ async def test_workers_that_do_not_answer_are_taken_for_dead(monkeypatch, hangs_
 
     monkeypatch.setattr(weight_update, "_LOAD_LIMIT_S", 0.01)
     engine.update._call_all = ask
-    soon = order("p2", bucket_deadline_s=0.01, join_deadline_s=0.01, new_communicator=True)
+    soon = order(
+        "p2", bucket_deadline_s=0.01, join_deadline_s=0.01, new_communicator=True
+    )
     with pytest.raises(EngineDied, match="no answer to a weight update within 0"):
         await engine.take(soon)

@@ -53,7 +53,9 @@ class World:
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
-        self.book = book_of(groups_per_step=4, group_size=SIZE, max_staleness=4, num_steps=99)
+        self.book = book_of(
+            groups_per_step=4, group_size=SIZE, max_staleness=4, num_steps=99
+        )
         self.epoch = 0
         self.servers: dict[ServerKey, dict[GroupId, Lease]] = {}
         self.travelling: list[Message] = []
@@ -94,14 +96,18 @@ class World:
         if choice is None:
             return
         key, lease, member = choice
-        how = self.data.draw(st.sampled_from(["good", "retry", "failed", "cancelled", "unstarted"]))
+        how = self.data.draw(
+            st.sampled_from(["good", "retry", "failed", "cancelled", "unstarted"])
+        )
         self.end_as(key, lease, member, how)
 
     def end_as(self, key: ServerKey, lease: Lease, member: int, how: str) -> None:
         if how != "unstarted":
             trajectory = self.trajectory(key, lease, member, how)
             spoilt = self.data.draw(st.integers(0, 7)) == 0
-            self.travelling.append(Message(key, lease.group.group_id, trajectory, is_spoilt=spoilt))
+            self.travelling.append(
+                Message(key, lease.group.group_id, trajectory, is_spoilt=spoilt)
+            )
         if how == "retry":
             lease.attempt += 1
             return
@@ -113,13 +119,20 @@ class World:
             unfinished = tuple(sorted(lease.unfinished))
             self.travelling.append(
                 Message(
-                    key, lease.group.group_id, unfinished=unfinished, next_attempt=lease.attempt + 1
+                    key,
+                    lease.group.group_id,
+                    unfinished=unfinished,
+                    next_attempt=lease.attempt + 1,
                 )
             )
 
-    def trajectory(self, key: ServerKey, lease: Lease, member: int, how: str) -> Trajectory:
+    def trajectory(
+        self, key: ServerKey, lease: Lease, member: int, how: str
+    ) -> Trajectory:
         group = lease.group
-        status = {"good": Status.COMPLETED, "cancelled": Status.CANCELLED}.get(how, Status.FAILED)
+        status = {"good": Status.COMPLETED, "cancelled": Status.CANCELLED}.get(
+            how, Status.FAILED
+        )
         return dataclasses.replace(
             GOOD,
             group_id=group.group_id,
@@ -178,7 +191,9 @@ class World:
         """A server dies: its reports go with it, what it has sent may arrive."""
         key = self.pick(list(self.servers))
         del self.servers[key]
-        self.travelling = [m for m in self.travelling if m.server != key or m.trajectory]
+        self.travelling = [
+            m for m in self.travelling if m.server != key or m.trajectory
+        ]
         self.book.orphan(key)
         self.join(key.server_id)
 
@@ -186,7 +201,9 @@ class World:
         for key, leases in self.servers.items():
             running = sum(len(lease.running) for lease in leases.values())
             assert self.book.episodes_by_holder()[key] >= running
-        coming = sum(len(lease.running) for of in self.servers.values() for lease in of.values())
+        coming = sum(
+            len(lease.running) for of in self.servers.values() for lease in of.values()
+        )
         assert self.book.promised_episodes >= coming
 
     def settle(self) -> None:

@@ -40,9 +40,13 @@ class PlainScheduler(Scheduler):
     def _room_of(self, session: ServerSession) -> int:
         num_running = sum(len(g.running) for g in self._book.held_by(session.key))
         num_running += sum(
-            len(c.members) for c in self._book.closing.values() if c.holder == session.key
+            len(c.members)
+            for c in self._book.closing.values()
+            if c.holder == session.key
         )
-        return session.hello.max_episodes - num_running - self.reserved.get(session.key, 0)
+        return (
+            session.hello.max_episodes - num_running - self.reserved.get(session.key, 0)
+        )
 
     def _by_room(self) -> list[ServerSession]:
         return sorted(self._fleet.serving(), key=self._room_of, reverse=True)
@@ -67,7 +71,9 @@ class PlainScheduler(Scheduler):
             able = [s.version.step for s in self._by_room() if self._runs(s, group)]
             every = book.training_groups()
             verdicts = [book.may_reassign(group, step) for step in able]
-            if must_start_afresh(group, every, book.step, book.groups_per_step, verdicts):
+            if must_start_afresh(
+                group, every, book.step, book.groups_per_step, verdicts
+            ):
                 self._abandon(group)
                 self._book.again.append(group)
         return granted
@@ -75,7 +81,9 @@ class PlainScheduler(Scheduler):
     def _may_lease(self, session: ServerSession) -> bool:
         book = self._book
         deadlines = [group.deadline_step for group in book.training_groups()]
-        deadline = staleness.deadline(session.version.step, book.max_staleness, book.num_steps)
+        deadline = staleness.deadline(
+            session.version.step, book.max_staleness, book.num_steps
+        )
         return may_lease(deadlines, book.step, book.groups_per_step, deadline)
 
     def _next(self) -> Grant | LeaseWait:
@@ -100,7 +108,8 @@ class PlainScheduler(Scheduler):
                 (
                     group
                     for group in self._book.again
-                    if (entry := environments.entries.get(group.environment)) is not None
+                    if (entry := environments.entries.get(group.environment))
+                    is not None
                     and environments.may_run(entry, session.key, episodes, group.size)
                 ),
                 None,
@@ -123,7 +132,9 @@ class PlainScheduler(Scheduler):
                 return LeaseWait.QUEUE
             if old is not None:
                 self._book.again.remove(old)
-                group = book.lease(old.environment, old.task_index, old.seed, session.key, step)
+                group = book.lease(
+                    old.environment, old.task_index, old.seed, session.key, step
+                )
                 return self._record(session, group, replaces=old.group_id)
             number = turn.counts.next_number
             task_index, seed = environments.next_task(turn)
@@ -135,7 +146,15 @@ class PlainScheduler(Scheduler):
 def state(rig: Rig) -> tuple[object, ...]:
     """Everything that a pass decides."""
     groups = [
-        (g.group_id, g.environment, g.task_index, g.seed, g.deadline_step, g.holder, g.num_leases)
+        (
+            g.group_id,
+            g.environment,
+            g.task_index,
+            g.seed,
+            g.deadline_step,
+            g.holder,
+            g.num_leases,
+        )
         for g in rig.book.groups.values()
     ]
     return groups, [group.group_id for group in rig.abandoned], rig.scheduler.lease_wait
@@ -259,11 +278,18 @@ async def test_a_pass_grants_what_the_plain_rule_grants(tmp_path: Path) -> None:
         for journal in both.journals:
             journal.__exit__(None, None, None)
         seen["given up"] += len(both.rigs[0].abandoned)
-        seen["moved"] += sum(g.num_leases > 1 for g in both.rigs[0].book.groups.values())
+        seen["moved"] += sum(
+            g.num_leases > 1 for g in both.rigs[0].book.groups.values()
+        )
         seen[both.rigs[0].scheduler.lease_wait] += 1
     # Everything that a pass decides came up.
     assert min(seen["given up"], seen["moved"]) > 10
-    waits = (LeaseWait.SLOTS, LeaseWait.STALENESS, LeaseWait.ENVIRONMENT, LeaseWait.QUEUE)
+    waits = (
+        LeaseWait.SLOTS,
+        LeaseWait.STALENESS,
+        LeaseWait.ENVIRONMENT,
+        LeaseWait.QUEUE,
+    )
     assert all(seen[wait.value] > 2 for wait in waits), seen
 
 
@@ -291,8 +317,12 @@ async def lines_of_passes(folder: Path, num_servers: int) -> list[int]:
     return lines
 
 
-async def test_a_pass_over_a_big_fleet_is_short_and_the_next_one_goes_on(tmp_path: Path) -> None:
-    small, large = [await lines_of_passes(tmp_path / str(number), number) for number in (128, 512)]
+async def test_a_pass_over_a_big_fleet_is_short_and_the_next_one_goes_on(
+    tmp_path: Path,
+) -> None:
+    small, large = [
+        await lines_of_passes(tmp_path / str(number), number) for number in (128, 512)
+    ]
     assert len(large) > len(small) > 1
     # A pass looks at each server a few times, and not again for each lease.
     assert max(large) < 3 * max(small)

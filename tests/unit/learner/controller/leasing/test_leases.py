@@ -21,7 +21,9 @@ def make_book(**changes) -> LeaseBook:
     return book_of(**{"groups_per_step": 2, "num_steps": 10} | changes)
 
 
-def reply(group, member, *, attempt=0, status=Status.COMPLETED, failure=None, will_retry=False):
+def reply(
+    group, member, *, attempt=0, status=Status.COMPLETED, failure=None, will_retry=False
+):
     return plain_trajectory(
         [1, 2, 3],
         (1, 2),
@@ -178,7 +180,9 @@ def test_episodes_that_are_not_trained_have_other_names_at_each_start():
         history.add(kinds.Start(format=1, run_id="r"))
         book = make_book()
         book.restore(history)
-        names += [book.lease_episode("e", A, 0, task_index=0).group_id for _ in range(2)]
+        names += [
+            book.lease_episode("e", A, 0, task_index=0).group_id for _ in range(2)
+        ]
     assert len(set(names)) == 6
 
 
@@ -204,13 +208,18 @@ def test_a_cancelled_episode_runs_again_when_the_rest_of_its_lease_is_over(book,
     assert book.orphans() == [group]
 
 
-def test_what_a_closed_lease_sent_before_its_report_ends_nothing_in_the_next_one(book, group):
+def test_what_a_closed_lease_sent_before_its_report_ends_nothing_in_the_next_one(
+    book, group
+):
     book.closed(group.group_id, A, [0, 1], next_attempt=1)
     book.reassign(group, A)
     # Attempt 0 again would give two trajectories one name: the second would count as a repeat.
     assert group.next_attempt == 1
     assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
-    assert book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False) is group
+    assert (
+        book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False)
+        is group
+    )
     assert group.running == [0, 1]
     assert book.episodes_by_holder()[A] == 2
     for member in range(2):
@@ -222,7 +231,11 @@ def test_what_a_closed_lease_sent_before_its_report_ends_nothing_in_the_next_one
     ("unfinished", "next_attempt", "line"),
     [
         ([], 8, "attempt 7 of g000000, which was leased for attempts 0 to 6"),
-        ([], 1_000_000, "attempt 999999 of g000000, which was leased for attempts 0 to 6"),
+        (
+            [],
+            1_000_000,
+            "attempt 999999 of g000000, which was leased for attempts 0 to 6",
+        ),
         ([0, 2], 1, "member 2 of g000000, which has 2 members"),
     ],
 )
@@ -249,7 +262,11 @@ def test_an_attempt_that_no_lease_allows_sets_nobody_back(book, group, attempt, 
 def test_each_lease_of_a_group_allows_as_many_attempts_again(book, group):
     book.closed(group.group_id, A, [0, 1], next_attempt=3)
     book.reassign(group, A)
-    assert [group.excess(1, attempt) == "" for attempt in (0, 9, 10)] == [True, True, False]
+    assert [group.excess(1, attempt) == "" for attempt in (0, 9, 10)] == [
+        True,
+        True,
+        False,
+    ]
 
 
 def test_every_lost_server_counts_for_the_members_that_it_ran(book, group):
@@ -264,7 +281,11 @@ def test_the_member_of_a_quarantined_trajectory_runs_again(book, group):
     book.add(reply(group, 0))
     name = TrajectoryName(group.group_id, 1, 0, 1)
     assert book.quarantined(name, will_retry=False) is group
-    assert (group.setbacks, group.next_attempt, book.episodes_by_holder()[A]) == ({1: 1}, 1, 0)
+    assert (group.setbacks, group.next_attempt, book.episodes_by_holder()[A]) == (
+        {1: 1},
+        1,
+        0,
+    )
     assert book.orphans() == []
     book.closed(group.group_id, A, [])
     assert book.orphans() == [group]
@@ -294,8 +315,13 @@ def test_what_a_lost_server_cancelled_or_failed_ends_nothing_on_the_next_one(boo
     group = leased_again(book)
     failure = Failure(FailureKind.TIMEOUT, "slow")
     assert book.add(reply(group, 0, status=Status.CANCELLED)) is Fate.CANCELLED
-    assert book.add(reply(group, 1, status=Status.FAILED, failure=failure)) is Fate.RETRIED
-    assert book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False) is group
+    assert (
+        book.add(reply(group, 1, status=Status.FAILED, failure=failure)) is Fate.RETRIED
+    )
+    assert (
+        book.quarantined(TrajectoryName(group.group_id, 1, 0, 1), will_retry=False)
+        is group
+    )
     assert book.episodes_by_holder()[NEXT] == 2
     assert group.running == [0, 1]
 
@@ -322,7 +348,9 @@ def test_members_that_a_closed_lease_left_without_a_word_run_again_once_all_sent
     assert book.short_leases(B, 5, 5) == [group]
 
 
-def test_a_member_of_a_withdrawn_lease_keeps_its_slot_until_its_last_attempt_has_ended(book, group):
+def test_a_member_of_a_withdrawn_lease_keeps_its_slot_until_its_last_attempt_has_ended(
+    book, group
+):
     book.remove(group.group_id)
     failure = Failure(FailureKind.TIMEOUT, "slow")
     book.add(reply(group, 0, status=Status.FAILED, failure=failure, will_retry=True))
@@ -336,7 +364,9 @@ def test_a_member_of_a_withdrawn_lease_keeps_its_slot_until_its_last_attempt_has
     assert book.closing == {}
 
 
-def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_done(book):
+def test_a_late_reply_of_a_lost_server_leaves_the_next_one_its_slot_until_it_is_done(
+    book,
+):
     group = leased_again(book)
     assert book.add(reply(group, 0)) is Fate.HELD
     assert (book.episodes_by_holder()[NEXT], book.promised_episodes) == (2, 2)
@@ -413,10 +443,14 @@ def test_a_closed_lease_whose_members_all_arrive_is_never_short():
 
 def judged_reply(group, member, *, attempt=0, epoch=1, judged_lease=1):
     trajectory = reply(group, member, attempt=attempt)
-    return dataclasses.replace(trajectory, server_epoch=epoch, judged_lease=judged_lease)
+    return dataclasses.replace(
+        trajectory, server_epoch=epoch, judged_lease=judged_lease
+    )
 
 
-def test_members_that_were_compared_in_different_leases_are_never_in_one_group(book, group):
+def test_members_that_were_compared_in_different_leases_are_never_in_one_group(
+    book, group
+):
     book.orphan(A)
     book.reassign(group, C)
     # Late, of the first lease.
@@ -428,7 +462,9 @@ def test_members_that_were_compared_in_different_leases_are_never_in_one_group(b
     assert group.is_complete
 
 
-def test_a_group_without_a_holder_takes_members_of_the_first_lease_that_arrives(book, group):
+def test_a_group_without_a_holder_takes_members_of_the_first_lease_that_arrives(
+    book, group
+):
     book.orphan(A)
     of_second_lease = {"attempt": 1, "epoch": C.epoch, "judged_lease": 2}
     assert book.add(judged_reply(group, 0, **of_second_lease)) is Fate.HELD

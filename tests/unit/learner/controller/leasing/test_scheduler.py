@@ -33,7 +33,9 @@ def rig(tmp_path: Path, journal: Journal) -> Rig:
     return Rig(tmp_path, journal)
 
 
-async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile(rig, monkeypatch):
+async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile(
+    rig, monkeypatch
+):
     disk = SlowDisk(monkeypatch)
     monkeypatch.setattr(scheduler, "RECHECK_S", 60.0)
     first = rig.serving("first", 0, max_episodes=2)
@@ -51,7 +53,10 @@ async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile
     first.send(fleet_pb2.ControllerMessage(receive=fleet_pb2.ReceiveWeights()))
     first.send(fleet_pb2.ControllerMessage(commit=fleet_pb2.CommitPublish()))
     overtaking = [await order, await anext(orders)]
-    assert [order.WhichOneof("message") for order in overtaking] == ["receive", "commit"]
+    assert [order.WhichOneof("message") for order in overtaking] == [
+        "receive",
+        "commit",
+    ]
     order = asyncio.ensure_future(anext(orders))
     await several_turns()
     assert not order.done()
@@ -66,7 +71,9 @@ async def test_a_lease_leaves_when_it_is_durable_and_nothing_is_missed_meanwhile
         await leasing
 
 
-async def test_leases_end_with_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_leases_end_with_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = SlowDisk(monkeypatch)
     rig = Rig(tmp_path, Journal(tmp_path / "journal"))
     session = rig.serving("a", 0)
@@ -80,7 +87,9 @@ async def test_leases_end_with_the_disk(tmp_path: Path, monkeypatch: pytest.Monk
         pass
 
 
-async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(rig, monkeypatch):
+async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(
+    rig, monkeypatch
+):
     disk = SlowDisk(monkeypatch)
     session = rig.serving("a", 0, max_episodes=2)
     disk.hold()
@@ -97,7 +106,9 @@ async def test_a_lease_that_waits_for_the_disk_leaves_though_the_run_ends(rig, m
     assert kinds == ["lease", "drain"]
 
 
-async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_deadline(rig):
+async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_deadline(
+    rig,
+):
     rig.book.step = 1
     new = rig.serving("new", 1)
     await rig.lease()
@@ -111,7 +122,11 @@ async def test_a_due_group_that_no_server_may_finish_starts_afresh_under_a_new_d
     assert [group.group_id for group in rig.abandoned] == [second.group_id]
     assert (again.task_index, again.seed) == (second.task_index, second.seed)
     assert again.group_id not in (first.group_id, second.group_id)
-    assert (again.deadline_step, list(again.members), again.first_attempt) == (1, [0, 1], 0)
+    assert (again.deadline_step, list(again.members), again.first_attempt) == (
+        1,
+        [0, 1],
+        0,
+    )
     rig.journal.sync()
     history = read_history(read_records(rig.folder))
     assert set(history.open_groups) == {first.group_id, again.group_id}
@@ -143,7 +158,9 @@ async def test_after_a_restart_groups_wait_for_the_servers_that_may_have_finishe
     await rig.lease()
     assert rig.orders(other) == []
     rig.book.awaited.arrived(f"{first}.0.0.5")
-    rig.book.awaited.joined("a", [f"{first}.0.0.5", f"{second}.0.0.5", f"{second}.1.0.5"])
+    rig.book.awaited.joined(
+        "a", [f"{first}.0.0.5", f"{second}.0.0.5", f"{second}.1.0.5"]
+    )
     # The part that the server holds of the first group came before its hello.
     await rig.lease()
     assert [order.group_id for order in rig.orders(other)] == [first]
@@ -200,7 +217,9 @@ async def test_after_a_restart_a_server_that_does_not_come_back_is_not_awaited_f
     assert [order.group_id for order in rig.orders(other)] == leased
 
 
-async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(rig: Rig) -> None:
+async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(
+    rig: Rig,
+) -> None:
     session = rig.serving("a", 0)
     await rig.lease()
     leased = [order.group_id for order in rig.orders(session)]
@@ -221,7 +240,9 @@ async def test_without_a_server_an_interrupted_group_waits(rig: Rig) -> None:
     assert rig.scheduler.lease_wait == "a rollout server that serves"
 
 
-async def test_a_task_that_starts_afresh_waits_for_the_room_of_its_client(rig: Rig) -> None:
+async def test_a_task_that_starts_afresh_waits_for_the_room_of_its_client(
+    rig: Rig,
+) -> None:
     rig.book.step = 1
     rig.entry.client_episodes = 4
     new = rig.serving("new", 1)
@@ -233,7 +254,10 @@ async def test_a_task_that_starts_afresh_waits_for_the_room_of_its_client(rig: R
     await rig.lease()
     assert rig.orders(old) == []
     assert [group.group_id for group in rig.abandoned] == [second.group_id]
-    assert rig.scheduler.lease_wait == "an environment that is ready and has room for a group"
+    assert (
+        rig.scheduler.lease_wait
+        == "an environment that is ready and has room for a group"
+    )
     rig.entry.client_episodes = 4
     await rig.lease()
     assert [order.task_index for order in rig.orders(old)] == [second.task_index]
@@ -266,7 +290,9 @@ def test_a_lease_has_the_temperature_of_its_environment() -> None:
     assert temperatures == {"hot": 1.3, "weighed": 0.7, "plain": 0.7}
 
 
-async def test_what_the_next_lease_lacks_is_told_with_its_time(rig: Rig, monkeypatch) -> None:
+async def test_what_the_next_lease_lacks_is_told_with_its_time(
+    rig: Rig, monkeypatch
+) -> None:
     clock = SimpleNamespace(monotonic=lambda: 10.0, time=lambda: 0.0)
     monkeypatch.setattr(scheduler, "time", clock)
     session = rig.serving("a", 0, max_episodes=3)
@@ -277,12 +303,16 @@ async def test_what_the_next_lease_lacks_is_told_with_its_time(rig: Rig, monkeyp
     await rig.lease()
     assert rig.scheduler.lease_wait.startswith("a step: ")
     clock.monotonic = lambda: 13.0
-    waited_s = {name: time_s for name, time_s in rig.scheduler.waited_s().items() if time_s}
+    waited_s = {
+        name: time_s for name, time_s in rig.scheduler.waited_s().items() if time_s
+    }
     assert waited_s == {"slots": 2.5, "staleness": 0.5}
     assert len(rig.orders(session)) == 2
 
 
-async def test_a_group_is_leased_only_while_the_queue_has_room_for_it(tmp_path, journal):
+async def test_a_group_is_leased_only_while_the_queue_has_room_for_it(
+    tmp_path, journal
+):
     # A trajectory has at most 2048 + 24 * 8 bytes: three of them do not fit twice.
     rig = Rig(tmp_path, journal, queue={"max_bytes": 3 * 2240})
     session = rig.serving("a", 0)
@@ -295,7 +325,9 @@ async def test_a_group_is_leased_only_while_the_queue_has_room_for_it(tmp_path, 
     assert rig.scheduler.free_episodes == 0
 
 
-async def test_a_group_goes_to_another_server_than_the_one_that_failed_it(rig: Rig) -> None:
+async def test_a_group_goes_to_another_server_than_the_one_that_failed_it(
+    rig: Rig,
+) -> None:
     first = rig.serving("a", 0, max_episodes=8)
     rig.scheduler.lease_all(1)
     (group,) = rig.book.held_by(first.key)
@@ -315,7 +347,9 @@ async def test_a_group_goes_to_another_server_than_the_one_that_failed_it(rig: R
     assert group.holder == first.key, "there is no other server"
 
 
-async def test_a_group_whose_compared_members_are_lost_is_leased_afresh(rig: Rig) -> None:
+async def test_a_group_whose_compared_members_are_lost_is_leased_afresh(
+    rig: Rig,
+) -> None:
     first = rig.serving("a", 0, max_episodes=2)
     await rig.lease()
     (order,) = rig.orders(first)

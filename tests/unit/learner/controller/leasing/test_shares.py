@@ -64,7 +64,9 @@ def test_a_batch_waits_for_the_groups_that_a_server_holds_and_for_no_more_of_the
 
 
 @pytest.mark.parametrize("holder", [None, "stale"])
-def test_a_batch_waits_for_no_group_without_a_server_that_works(holder: str | None) -> None:
+def test_a_batch_waits_for_no_group_without_a_server_that_works(
+    holder: str | None,
+) -> None:
     groups = groups_of("a+ " * 8, "b+ b b b")
     held_by = []
     for group in groups:

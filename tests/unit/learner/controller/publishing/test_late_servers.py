@@ -9,9 +9,15 @@ import numpy as np
 import pytest
 from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.extensions.stored_weights.controller import StoredPublisher
-from slipstream.learner.controller.publishing.receivers import MAX_FAILED_WHILE_NONE_SERVES
+from slipstream.learner.controller.publishing.receivers import (
+    MAX_FAILED_WHILE_NONE_SERVES,
+)
 from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.servers.session import STALE, ServerKey, ServerSession
+from slipstream.learner.controller.servers.session import (
+    STALE,
+    ServerKey,
+    ServerSession,
+)
 from slipstream.protocol.codec import pack_logprobs, version_to_pb
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
 from support.rigs.publishing_scene import (
@@ -48,13 +54,17 @@ async def order_without(scene: Scene, late: ServerSession) -> str:
     """The question to `late`, which it has not answered when all others are sent weights."""
     preparing = scene.tasks.create_task(scene.publisher.prepare(scene.trainer))
     question = (await next_order(late)).prepare.publish_id
-    scene.say((await next_order(scene.session)).prepare.publish_id, READY, scene.session)
+    scene.say(
+        (await next_order(scene.session)).prepare.publish_id, READY, scene.session
+    )
     order = await preparing
     assert [receiver.server_id for receiver in order.receivers] == ["a"]
     return question
 
 
-async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_is() -> None:
+async def test_a_server_that_is_not_ready_is_left_out_and_sent_weights_when_it_is() -> (
+    None
+):
     async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         late = await two_that_serve(scene)
         question = await order_without(scene, late)
@@ -104,10 +114,15 @@ async def test_a_run_in_which_no_server_ever_answers_ends() -> None:
             assert await scene.publisher.prepare(trainer_pb2.NextRequest()) is None
             await until(lambda: not scene.fleet.sessions)
     assert run.progress.state == status_pb2.RUN_STATE_FAILED
-    assert "16 publishes in a row to a failed, the last one: it did not say" in run.progress.cause
+    assert (
+        "16 publishes in a row to a failed, the last one: it did not say"
+        in run.progress.cause
+    )
 
 
-async def test_a_server_that_drains_while_its_answer_is_awaited_is_not_sent_away() -> None:
+async def test_a_server_that_drains_while_its_answer_is_awaited_is_not_sent_away() -> (
+    None
+):
     async with publishing(
         run_of(weights={"bucket_deadline_s": 0.1, "join_deadline_s": 0.6})
     ) as scene:
@@ -127,7 +142,9 @@ async def sent_to_both(scene, other):
     return order.publish_id, await scene.served(order)
 
 
-async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_has() -> None:
+async def test_a_server_that_loads_for_long_holds_up_nobody_and_serves_when_it_has() -> (
+    None
+):
     async with publishing(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         late = await two_that_serve(scene)
         publish_id, receipt = await sent_to_both(scene, late)
@@ -186,7 +203,9 @@ async def test_a_late_server_that_has_not_what_was_sent_is_stale_and_breaks_no_n
         scene.publisher.trainer_joined(1)
 
 
-async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again() -> None:
+async def test_the_communicator_of_a_server_that_failed_late_is_not_used_again() -> (
+    None
+):
     async with serving(run_of(weights={"bucket_deadline_s": 0.3})) as scene:
         order = await scene.ordered()
         receipt = await scene.finish(order.publish_id)
@@ -252,8 +271,12 @@ class Far:
         self.running = scene.tasks.create_task(self.publisher.run_forever())
 
     def joined(self, name: str) -> ServerSession:
-        hello = fleet_pb2.ServerHello(server_id=name, engine_workers=1, from_storage=True)
-        session = ServerSession(ServerKey(ServerId(name), 1), hello, clock=self.scene.fleet.clock)
+        hello = fleet_pb2.ServerHello(
+            server_id=name, engine_workers=1, from_storage=True
+        )
+        session = ServerSession(
+            ServerKey(ServerId(name), 1), hello, clock=self.scene.fleet.clock
+        )
         self.scene.fleet.add(session)
         return session
 
@@ -267,7 +290,12 @@ class Far:
         """The trainer's report; returns the manifests that are still needed."""
         stored = weights_pb2.StoredWeights(key=f"{order.folder}/manifest")
         probe = weights_pb2.Probe(expected_logprobs=LOGPROBS, tolerance=1.0)
-        fields = {"stored": stored, "bucket_digests": DIGESTS, "probe": probe, "num_bytes": 5}
+        fields = {
+            "stored": stored,
+            "bucket_digests": DIGESTS,
+            "probe": probe,
+            "num_bytes": 5,
+        }
         report = trainer_pb2.StoredReport(
             version=order.version, folder=order.folder, **fields | values
         )
@@ -285,7 +313,9 @@ class Far:
         last = self.joined("last")
         await self.loads(last, (await self.asked(last)).publish_id)
 
-    def say(self, publish_id: str, phase: int, session: ServerSession, **values: Any) -> None:
+    def say(
+        self, publish_id: str, phase: int, session: ServerSession, **values: Any
+    ) -> None:
         self.scene.say(publish_id, phase, session, **values)
 
     async def asked(self, session: ServerSession) -> fleet_pb2.PreparePublish:
@@ -301,7 +331,13 @@ class Far:
         receive = (await next_order(session)).receive
         commit = (await next_order(session)).commit
         assert (receive.order.publish_id, commit.publish_id) == (publish_id, publish_id)
-        self.say(publish_id, SERVING, session, bucket_digests=DIGESTS, probe_logprobs=LOGPROBS)
+        self.say(
+            publish_id,
+            SERVING,
+            session,
+            bucket_digests=DIGESTS,
+            probe_logprobs=LOGPROBS,
+        )
         await until(lambda: session.is_serving)
         return [receive, commit]
 
@@ -340,7 +376,9 @@ async def test_a_server_is_told_to_load_when_it_has_fetched(run: Run) -> None:
         assert scene.far.version == run.progress.version
 
 
-async def test_the_trainer_writes_nothing_without_a_server_that_reads_there(run: Run) -> None:
+async def test_the_trainer_writes_nothing_without_a_server_that_reads_there(
+    run: Run,
+) -> None:
     async with far_away(run) as scene:
         scene.scene.fleet.remove(scene.far, "gone")
         assert scene.ask() is None
@@ -380,7 +418,10 @@ async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> Non
         )
         scene.far.retry_publish_s = 0.0
         await scene.loads(scene.far, (await scene.asked(scene.far)).publish_id)
-        assert (scene.far.version, scene.far.failed_publishes) == (PolicyVersion(0, 1), 0)
+        assert (scene.far.version, scene.far.failed_publishes) == (
+            PolicyVersion(0, 1),
+            0,
+        )
 
 
 async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> None:
@@ -434,9 +475,13 @@ async def test_storage_that_takes_nothing_fails_the_run(run: Run) -> None:
             scene.publisher._retry_s = 0.0
             order = scene.ask()
             assert order is not None
-            scene.written(order, error="storage s3://b could not write x: no permission")
+            scene.written(
+                order, error="storage s3://b could not write x: no permission"
+            )
         assert run.progress.has_failed
-        assert "16 versions in a row could not be written to storage" in run.progress.cause
+        assert (
+            "16 versions in a row could not be written to storage" in run.progress.cause
+        )
         assert run.progress.cause.endswith("no permission")
 
 
@@ -450,7 +495,9 @@ async def test_after_a_failed_write_the_trainer_is_told_again_later(run: Run) ->
         await until(scene.ask)
 
 
-async def test_a_server_whose_version_is_too_old_for_a_lease_is_named_once(run: Run) -> None:
+async def test_a_server_whose_version_is_too_old_for_a_lease_is_named_once(
+    run: Run,
+) -> None:
     async with far_away(run) as scene:
         await scene.serve()
         bound = run.config.algorithm.max_staleness

@@ -31,7 +31,9 @@ def run() -> Run:
     return run_of()
 
 
-async def test_a_publish_through_a_kept_communicator_begins_with_its_order(run: Run) -> None:
+async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
+    run: Run,
+) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
         assert order.begun
@@ -80,7 +82,9 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(run: Run) -
         scene.publisher.trainer_joined(1)
 
 
-async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(run: Run) -> None:
+async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
+    run: Run,
+) -> None:
     async with serving(run) as scene:
         scene.publisher.ask_ahead(PolicyVersion(0, 1))
         scene.say((await next_order(scene.session)).prepare.publish_id, READY)
@@ -92,7 +96,9 @@ async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
         assert scene.sent() == []
 
 
-async def test_a_server_has_the_ranks_behind_those_of_a_new_trainer_that_send(run: Run) -> None:
+async def test_a_server_has_the_ranks_behind_those_of_a_new_trainer_that_send(
+    run: Run,
+) -> None:
     async with serving(run) as scene:
         scene.publisher.trainer_joined(3)
         order = await scene.ordered()
@@ -116,7 +122,9 @@ async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
 
 
 @pytest.mark.parametrize("unknown", ["communicator_id", "bucket_digests", "version"])
-async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(run, unknown):
+async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
+    run, unknown
+):
     async with serving(run) as scene:
         scene.trainer.ClearField(unknown)
         order = await scene.ordered()
@@ -135,7 +143,9 @@ async def test_nobody_stands_still_while_a_probe_is_scored(run: Run) -> None:
         assert not order.new_communicator
 
 
-async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(run: Run) -> None:
+async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
+    run: Run,
+) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
         assert scene.sent() == ["receive", "commit"]
@@ -147,7 +157,9 @@ async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(run: R
         assert (await scene.ordered()).new_communicator
 
 
-async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(run):
+async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publish_fails(
+    run,
+):
     async with serving(run) as scene:
         order = await scene.ordered()
         scene.sent()
@@ -163,11 +175,19 @@ async def test_a_server_that_serves_the_version_keeps_it_when_the_rest_of_a_publ
     [
         ({"phase": FAILED, "message": "late"}, {}),
         ({"phase": LOADED, "bucket_digests": [b"another"]}, {}),
-        ({"phase": LOADED, "bucket_digests": DIGESTS}, {"bucket_digests": [b"another"]}),
-        ({"phase": LOADED, "bucket_digests": DIGESTS}, {"error": "a bucket was not sent"}),
+        (
+            {"phase": LOADED, "bucket_digests": DIGESTS},
+            {"bucket_digests": [b"another"]},
+        ),
+        (
+            {"phase": LOADED, "bucket_digests": DIGESTS},
+            {"error": "a bucket was not sent"},
+        ),
     ],
 )
-async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(run, report, result):
+async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
+    run, report, result
+):
     async with serving(run) as scene:
         order = await scene.ordered()
         scene.sent()
@@ -179,7 +199,9 @@ async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(run,
         assert scene.sent() == ["abort"]
 
 
-async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(run: Run) -> None:
+async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
+    run: Run,
+) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
         scene.fleet.remove(scene.session, "its stream ended")
@@ -188,19 +210,25 @@ async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(run: Run
 
 
 @pytest.mark.filterwarnings("error")
-async def test_a_trainer_that_has_sent_after_the_end_of_the_run_gets_its_receipt(run: Run) -> None:
+async def test_a_trainer_that_has_sent_after_the_end_of_the_run_gets_its_receipt(
+    run: Run,
+) -> None:
     async with publishing(run) as scene:
         order = await scene.started()
         run.progress.fail("the disk is full")
         scene.fleet.remove(scene.session, "the run is over")
     # No task can begin any more.
-    result = trainer_pb2.PublishResult(publish_id=order.publish_id, bucket_digests=DIGESTS)
+    result = trainer_pb2.PublishResult(
+        publish_id=order.publish_id, bucket_digests=DIGESTS
+    )
     receipt = await scene.publisher.finish(result)
     gc.collect()
     assert receipt.discard_communicator
 
 
-async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(run: Run) -> None:
+async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
+    run: Run,
+) -> None:
     async with serving(run) as scene:
         scene.trainer.ClearField("bucket_digests")
         assert not (await scene.ordered()).begun
@@ -218,7 +246,9 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
     assert second.communicator.communicator_id != first.communicator.communicator_id
 
 
-async def test_a_result_of_another_publish_leaves_the_one_at_hand_alone(run: Run) -> None:
+async def test_a_result_of_another_publish_leaves_the_one_at_hand_alone(
+    run: Run,
+) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
         assert (await scene.finish("one that is over")).discard_communicator
@@ -227,7 +257,9 @@ async def test_a_result_of_another_publish_leaves_the_one_at_hand_alone(run: Run
         assert not (await scene.finish(order.publish_id)).discard_communicator
 
 
-async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(run: Run) -> None:
+async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(
+    run: Run,
+) -> None:
     async with publishing(run) as scene:
         start = scene.start_of(await scene.ordered())
         assert scene.publisher.start(start) == scene.publisher.start(start)
@@ -256,7 +288,9 @@ async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
         scene.publisher.trainer_joined(1)
 
 
-async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(run: Run) -> None:
+async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
+    run: Run,
+) -> None:
     async with publishing(run) as scene:
         order = await scene.started()
         assert scene.session.state == fleet_pb2.SERVER_STATE_LOADING
@@ -272,7 +306,9 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(run
         assert scene.publisher.due() == [scene.session]
 
 
-async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(run: Run) -> None:
+async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
+    run: Run,
+) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
         finishing = scene.finish(order.publish_id)
@@ -318,7 +354,9 @@ async def fail_all_of_its_life(scene: Scene, session: ServerSession) -> None:
     assert scene.fleet.find(session.key) is None
 
 
-async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_machine(run):
+async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_machine(
+    run,
+):
     async with publishing(run) as scene:
         given_s = []
         for _ in range(5):
@@ -329,7 +367,9 @@ async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_m
             await scene.finish(order.publish_id, error="late")
         first_s = run.config.weights.bucket_deadline_s
         assert given_s == [first_s * times for times in (1, 2, 4, 8, 8)]
-        messages = [event.text for event in run.events.kept() if "may take" in event.text]
+        messages = [
+            event.text for event in run.events.kept() if "may take" in event.text
+        ]
         assert messages[0] == (
             f"a publish failed: each bucket may take {2 * first_s:g} s from now on "
             f"(weights.bucket_deadline_s = {first_s:g})"
@@ -337,7 +377,9 @@ async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_m
         assert len(messages) == 3
 
 
-async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(run: Run) -> None:
+async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(
+    run: Run,
+) -> None:
     async with publishing(run) as scene:
         await fail_all_of_its_life(scene, scene.session)
         assert not run.progress.is_over
@@ -349,7 +391,9 @@ async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeed
         )
 
 
-async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(run):
+async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_another_one_serves(
+    run,
+):
     async with serving(run) as scene:
         scene.publisher.pin(scene.session)
         for _ in range(3):
@@ -374,7 +418,9 @@ async def test_a_server_that_drains_is_sent_no_weights(run: Run) -> None:
         scene.publisher.trainer_joined(1)
 
 
-async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(run):
+async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and_never_serves(
+    run,
+):
     async with publishing(run) as scene:
         order = await scene.started()
         scene.fleet.drains(scene.session, "SIGTERM")
@@ -387,7 +433,9 @@ async def test_a_server_that_begins_to_drain_while_it_loads_ends_the_publish_and
     assert scene.fleet.serving() == []
 
 
-async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(run):
+async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_stale(
+    run,
+):
     async with publishing(run) as scene:
         leaving = scene.session
         staying = scene.joined("b")
@@ -402,11 +450,15 @@ async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_
 async def test_the_trainer_hears_who_is_still_there_while_all_meet(run: Run) -> None:
     async with publishing(run) as scene:
         order = await scene.ordered()
-        question = trainer_pb2.PublishStart(publish_id=order.publish_id, is_question=True)
+        question = trainer_pb2.PublishStart(
+            publish_id=order.publish_id, is_question=True
+        )
         start = trainer_pb2.PublishStart(publish_id=order.publish_id)
         scene.publisher.start(start)
         orders = scene.sent()
-        assert [r.server_id for r in scene.publisher.start(question)] == [scene.session.name]
+        assert [r.server_id for r in scene.publisher.start(question)] == [
+            scene.session.name
+        ]
         # A question sends no message to any server.
         assert orders[-1] == "receive"
         assert scene.sent() == []

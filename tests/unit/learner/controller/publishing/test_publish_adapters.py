@@ -114,10 +114,14 @@ async def test_another_trainer_and_another_server_epoch_begin_with_matrices() ->
         assert not (await publish(scene, session)).adapters_alone
 
 
-async def test_matrices_of_a_trainer_that_is_lost_before_their_proof_do_not_count() -> None:
+async def test_matrices_of_a_trainer_that_is_lost_before_their_proof_do_not_count() -> (
+    None
+):
     async with adapted() as scene:
         session = scene.session
-        await publish(scene, session, meanwhile=lambda: scene.publisher.trainer_joined(1))
+        await publish(
+            scene, session, meanwhile=lambda: scene.publisher.trainer_joined(1)
+        )
         assert session.is_serving
         assert not (await publish(scene, session)).adapters_alone
         assert (await publish(scene, session)).adapters_alone

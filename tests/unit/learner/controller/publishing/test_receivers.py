@@ -38,7 +38,9 @@ def hello(name: str, place: weights_pb2.Place) -> fleet_pb2.ServerHello:
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
-def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(run: Run) -> None:
+def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(
+    run: Run,
+) -> None:
     run.progress.trainer_registered((place("here", "GPU-0"),))
     servers = {
         "a": place("here", "GPU-0"),
@@ -62,18 +64,24 @@ class ScriptedClock(LoopClock):
     def now_s(self) -> float:
         return self.time_s
 
-    async def wait(self, futures: Collection[asyncio.Future[Any]], limit_s: float) -> None:
+    async def wait(
+        self, futures: Collection[asyncio.Future[Any]], limit_s: float
+    ) -> None:
         self.limits_s.append(limit_s)
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
-async def test_an_answered_question_prolongs_no_wait_for_an_earlier_one(run: Run) -> None:
+async def test_an_answered_question_prolongs_no_wait_for_an_earlier_one(
+    run: Run,
+) -> None:
     clock = ScriptedClock()
     run.clock = clock
     fleet = Fleet(run)
     early = joined(fleet, "early")
     later = joined(fleet, "later")
-    prepare = fleet_pb2.PreparePublish(publish_id="p", version=version_to_pb(PolicyVersion(0, 1)))
+    prepare = fleet_pb2.PreparePublish(
+        publish_id="p", version=version_to_pb(PolicyVersion(0, 1))
+    )
     async with asyncio.TaskGroup() as tasks:
         questions = PublishQuestions(run, tasks, Failures(fleet, run))
         (still_open,) = questions.ask([early], prepare)
@@ -90,7 +98,9 @@ async def test_an_answered_question_prolongs_no_wait_for_an_earlier_one(run: Run
 def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(run: Run) -> None:
     assert misfit(run, hello("a", place("here", "GPU-0"))) == ""
     run.progress.trainer_registered((place("here", "GPU-0"),))
-    assert "joins no two processes on one GPU" in misfit(run, hello("a", place("here", "GPU-0")))
+    assert "joins no two processes on one GPU" in misfit(
+        run, hello("a", place("here", "GPU-0"))
+    )
     assert misfit(run, hello("b", place("here", "GPU-1"))) == ""
 
 
@@ -106,9 +116,13 @@ def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(run: Run) -
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
-def test_a_server_that_gets_weights_otherwise_than_the_run_is_told_what_to_set(run: Run) -> None:
+def test_a_server_that_gets_weights_otherwise_than_the_run_is_told_what_to_set(
+    run: Run,
+) -> None:
     near = hello("near", place("here"))
-    far = fleet_pb2.ServerHello(server_id="far", place=place("there"), from_storage=True)
+    far = fleet_pb2.ServerHello(
+        server_id="far", place=place("there"), from_storage=True
+    )
     both = "for the learner and every server of a run, or for none"
     message = f"it has a weights.storage_url, but the trainer sends the weights: set it {both}"
     assert [misfit(run, near), misfit(run, far)] == ["", message]

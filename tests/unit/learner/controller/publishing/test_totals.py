@@ -22,7 +22,9 @@ def wire(*, trainer_s: float, server_s: float) -> float:
 
 
 def test_wire_is_the_time_of_the_side_that_did_not_wait_for_the_other() -> None:
-    assert wire(trainer_s=0.5, server_s=0.25) == wire(trainer_s=0.25, server_s=0.5) == 0.25
+    assert (
+        wire(trainer_s=0.5, server_s=0.25) == wire(trainer_s=0.25, server_s=0.5) == 0.25
+    )
     # A server that cannot time it says nothing.
     assert wire(trainer_s=0.5, server_s=0.0) == 0.5
 
@@ -30,12 +32,22 @@ def test_wire_is_the_time_of_the_side_that_did_not_wait_for_the_other() -> None:
 def test_a_server_was_paused_no_longer_than_the_controller_saw() -> None:
     totals = PublishTotals()
     stages = fleet_pb2.PublishStages(
-        prepare_s=1e8, pause_s=1e8, receive_s=0.25, resume_s=1e8, steps_s=1e8, staged=True
+        prepare_s=1e8,
+        pause_s=1e8,
+        receive_s=0.25,
+        resume_s=1e8,
+        steps_s=1e8,
+        staged=True,
     )
     report = fleet_pb2.PublishReport(paused_s=1e8, stages=stages)
     totals.served(report, told_s=2.0, unserved_s=3.0)
     assert totals.summary()["pause_s"] == totals.gauges()["pause_s"] == 3.0
-    names = ("publish_prepare_s", "publish_stop_s", "publish_receive_s", "publish_resume_s")
+    names = (
+        "publish_prepare_s",
+        "publish_stop_s",
+        "publish_receive_s",
+        "publish_resume_s",
+    )
     names += ("publish_steps_s", "publish_staged")
     assert [totals.gauges()[name] for name in names] == [2.0, 2.0, 0.25, 2.0, 2.0, 1.0]
 
@@ -69,7 +81,10 @@ def recorded() -> dict[str, tuple[np.ndarray, np.ndarray]]:
         ([-1e-7], [-1e-6], 1e-4),
         # Nine errors of 0 and one of 4 nats at p near 0: (sqrt(4) / 10) ** 2.
         ([-30.0] * 10, [0, 0, 0, -4.0, 0, 0, 0, 0, 0, 0], 0.04),
-        *((np.log([0.5, 0.5]), [bad, 0], math.nan) for bad in (math.nan, -math.inf, math.inf)),
+        *(
+            (np.log([0.5, 0.5]), [bad, 0], math.nan)
+            for bad in (math.nan, -math.inf, math.inf)
+        ),
     ],
 )
 def test_gap_is_the_error_of_a_logit_over_most_tokens(expected, moved, gap):
@@ -80,7 +95,9 @@ def test_gap_is_the_error_of_a_logit_over_most_tokens(expected, moved, gap):
 
 
 def test_right_weights_pass_in_bfloat16_with_room() -> None:
-    gaps = {name: logit_gap(*both) for name, both in recorded().items() if "/right" in name}
+    gaps = {
+        name: logit_gap(*both) for name, both in recorded().items() if "/right" in name
+    }
     assert len(gaps) >= 2
     assert max(gaps.values()) < default_tolerance("bfloat16") / 2, gaps
 

@@ -17,19 +17,27 @@ from slipstream.learner.controller.records.batch_files import (
     StoredBatch,
     write_batch_file,
 )
-from slipstream.learner.controller.records.journal import Journal, batch_path, read_records
+from slipstream.learner.controller.records.journal import (
+    Journal,
+    batch_path,
+    read_records,
+)
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.protocol.release import RELEASE
 from slipstream.v1 import trainer_pb2, trajectory_pb2
 from support.fakes.fake_controller import make_batch
 from support.rigs.batch_messages import in_one_message, write_stored
 
-TRAJECTORIES = make_batch(2, num_groups=2, group_size=3, vocab_size=9, max_tokens=12).trajectories
+TRAJECTORIES = make_batch(
+    2, num_groups=2, group_size=3, vocab_size=9, max_tokens=12
+).trajectories
 
 
 @pytest.fixture
 def batch() -> trainer_pb2.RecordedBatch:
-    header = trainer_pb2.BatchHeader(step=2, batch_id="b000002", num_groups=2, num_trajectories=6)
+    header = trainer_pb2.BatchHeader(
+        step=2, batch_id="b000002", num_groups=2, num_trajectories=6
+    )
     return trainer_pb2.RecordedBatch(
         header=header,
         trajectories=map(trajectory_to_pb, TRAJECTORIES),
@@ -114,7 +122,9 @@ def start() -> bytes:
 
 
 def end(num_records: int) -> bytes:
-    return record(4, trainer_pb2.BatchFileEnd(num_records=num_records).SerializeToString())
+    return record(
+        4, trainer_pb2.BatchFileEnd(num_records=num_records).SerializeToString()
+    )
 
 
 @READERS
@@ -142,7 +152,10 @@ def test_records_out_of_their_order_are_told(data, read, tmp_path):
 @pytest.mark.parametrize(
     ("data", "fact"),
     [
-        (MAGIC.replace(b"2", b"3") + start() + end(1), "the format b'slipstream batch 3"),
+        (
+            MAGIC.replace(b"2", b"3") + start() + end(1),
+            "the format b'slipstream batch 3",
+        ),
         (MAGIC + start() + record(9, b"") + end(2), "a record of kind 9"),
         (MAGIC + start() + record(2, b"\xf8\x7c\x07") + end(2), "a field"),
     ],
@@ -182,7 +195,9 @@ def test_what_no_reader_would_take_is_refused_before_it_is_trained(
         with pytest.raises(RunFailed) as caught:
             journal.write_batch(batch)
         text = str(caught.value)
-        assert text.startswith("batch b000002 of step 3 is not trained, because nobody could read")
+        assert text.startswith(
+            "batch b000002 of step 3 is not trained, because nobody could read"
+        )
         assert f"member 1 of group {batch.trajectories[4].group_id}" in text
         assert cause in text
         # The disk is well, and the journal goes on.
@@ -190,7 +205,9 @@ def test_what_no_reader_would_take_is_refused_before_it_is_trained(
     assert not batch_path(tmp_path, 2).exists()
 
 
-def test_the_journal_has_the_bytes_of_a_file_as_a_fact_that_older_releases_lack(batch, tmp_path):
+def test_the_journal_has_the_bytes_of_a_file_as_a_fact_that_older_releases_lack(
+    batch, tmp_path
+):
     with Journal(tmp_path) as journal:
         journal.append(journal.write_batch(batch))
     (batch_record,) = read_records(tmp_path)
@@ -219,12 +236,17 @@ def test_no_more_than_one_trajectory_is_encoded_at_once(batch):
             for message in batch.trajectories:
                 encoded.append(message)
                 # All that was made before is written.
-                assert file.getvalue().count(message.group_id.encode()) >= len(encoded) - 1 - 3
+                assert (
+                    file.getvalue().count(message.group_id.encode())
+                    >= len(encoded) - 1 - 3
+                )
                 yield message
 
     file = Counted()
     write_batch_file(file, Contents(), lambda _: None)
-    assert file.largest <= max(trajectory.ByteSize() for trajectory in batch.trajectories)
+    assert file.largest <= max(
+        trajectory.ByteSize() for trajectory in batch.trajectories
+    )
     assert len(encoded) == len(batch.trajectories)
 
 
@@ -254,7 +276,10 @@ def test_a_batch_above_the_bytes_of_a_protobuf_message_is_read_again(tmp_path):
         journal.append(written := journal.write_batch(Contents()))
     assert written.num_bytes > 1 << 31
     path = batch_path(tmp_path, 0)
-    for contents in (StoredBatch(path, written.crc32).trajectories, trajectories_by_verify(path)):
+    for contents in (
+        StoredBatch(path, written.crc32).trajectories,
+        trajectories_by_verify(path),
+    ):
         number_read = 0
         for trajectory in contents:
             assert trajectory.checksum == message.checksum

@@ -32,12 +32,16 @@ MOST_BYTES = 4
 
 def any_id(source: random.Random) -> TrajectoryId:
     """Draws from few ids, so that many come twice; most are first attempts, some are foreign."""
-    group = source.choice(["g000001", "g000256", "e1-000001", "e12-000001", "g1", "g0000001", "x"])
+    group = source.choice(
+        ["g000001", "g000256", "e1-000001", "e12-000001", "g1", "g0000001", "x"]
+    )
     member = source.choice([0, 1, 15, 63, 64, 200])
     attempt = source.choice([0, 0, 0, 1, 2])
     epoch = source.choice(["1", "2", "ffffffffffffffff", "01", "A"])
     text = f"{group}.{member}.{attempt}.{epoch}"
-    return TrajectoryId(source.choice([text] * 8 + [f"{group}.00.0.{epoch}", "", f" {text}"]))
+    return TrajectoryId(
+        source.choice([text] * 8 + [f"{group}.00.0.{epoch}", "", f" {text}"])
+    )
 
 
 def test_it_is_a_set_whatever_the_ids_are() -> None:
@@ -112,11 +116,23 @@ def start(**changes):
 def step(number: int, incarnation: int, digest: str):
     version = [incarnation, number + 1]
     facts = {"lags": [], "several": 0}
-    return {"kind": "step", "step": number, "version": version, "digest": digest} | facts
+    return {
+        "kind": "step",
+        "step": number,
+        "version": version,
+        "digest": digest,
+    } | facts
 
 
 def test_attempts_of_an_open_group_count_on():
-    end = {"kind": "end", "end": "failed", "cause": "", "tokens": 1, "server": "s", "epoch": 7}
+    end = {
+        "kind": "end",
+        "end": "failed",
+        "cause": "",
+        "tokens": 1,
+        "server": "s",
+        "epoch": 7,
+    }
     history = read_history(
         [
             start(),
@@ -151,7 +167,13 @@ def test_groups_that_ended_untrained_are_counted_since_the_last_batch() -> None:
     leases = [lease_record(f"g{n:06d}", n) for n in range(5)]
     ended = [
         {"kind": "closed", "group": "g000000", "how": "filtered", "cause": "equal"},
-        {"kind": "set_aside", "group": "g000001", "task": 1, "cause": "broken", "blamed": False},
+        {
+            "kind": "set_aside",
+            "group": "g000001",
+            "task": 1,
+            "cause": "broken",
+            "blamed": False,
+        },
         lease_record("g000005", 5, replaces="g000002", environment="f"),
     ]
     batch = batch_record(0, "g000003", owed={"e": 0.25, "f": -0.25})
@@ -160,20 +182,29 @@ def test_groups_that_ended_untrained_are_counted_since_the_last_batch() -> None:
     after = read(*leases, *ended, batch)
     assert (after.ended_groups, after.owed) == ({}, {"e": 0.25, "f": -0.25})
     aside = {"kind": "batch_set_aside", "step": 0, "batch_id": "b000000", "by": "user"}
-    aside |= {"groups": [["g000003", "e", 3]], "put_back": [], "put_back_trajectories": 0}
+    aside |= {
+        "groups": [["g000003", "e", 3]],
+        "put_back": [],
+        "put_back_trajectories": 0,
+    }
     aside |= {"put_back_tokens": [], "ids": [], "tokens": 4, "cause": "why"}
     assert read(*leases, *ended, batch, aside).ended_groups == {"e": 1}
 
 
 def test_the_highest_reward_of_an_environment_outlives_the_controller():
     records = [start(), *(lease_record(f"g00000{i}", i) for i in range(3))]
-    records += [closed("g000000", reward=3.0, seen=[0.0, 8.0]), closed("g000001", reward=3.0)]
+    records += [
+        closed("g000000", reward=3.0, seen=[0.0, 8.0]),
+        closed("g000001", reward=3.0),
+    ]
     records += [batch_record(0, "g000002", seen={"e": [2.0, 10.0]})]
     assert read_history(records).environments["e"].seen == (0.0, 10.0)
 
 
 def test_a_lease_that_goes_on_elsewhere_is_the_same_group():
-    history = read_history([start(), lease_record("g000000"), lease_record("g000000", number=-1)])
+    history = read_history(
+        [start(), lease_record("g000000"), lease_record("g000000", number=-1)]
+    )
     assert len(history.open_groups) == 1
     assert history.environments["e"].next_number == 1
 
@@ -198,7 +229,10 @@ def test_the_newest_record_of_a_step_counts_and_its_timeline_is_the_runs():
     [
         ([lease_record("g000000")], "older version"),
         ([start(format=2)], "format 2"),
-        ([start(), lease_record("g000000"), batch_record(1, "g000000")], "step 2 after that of 0"),
+        (
+            [start(), lease_record("g000000"), batch_record(1, "g000000")],
+            "step 2 after that of 0",
+        ),
         ([start(), batch_record(0, "g000000")], "g000000, which is not open"),
         (
             [
@@ -226,7 +260,12 @@ def test_records_are_written_as_they_are_read() -> None:
     for record in RECORDS:
         full_record = record | (evaluation if record["kind"] == "evaluation" else {})
         assert json.loads(json.dumps(fields_of(parsed(full_record)))) == full_record
-    assert {record["kind"] for record in RECORDS} >= {"lease", "end", "servers", "batch_set_aside"}
+    assert {record["kind"] for record in RECORDS} >= {
+        "lease",
+        "end",
+        "servers",
+        "batch_set_aside",
+    }
 
 
 @pytest.mark.parametrize(
@@ -252,8 +291,17 @@ def test_a_fact_that_another_release_wrote_is_refused_by_its_name_and_version(
 
 @pytest.mark.parametrize("left_out", ["end", "tokens", "server", "epoch"])
 def test_an_end_has_all_facts_of_its_trajectory(left_out: str) -> None:
-    end = {"kind": "end", "id": "x", "end": "failed", "tokens": 1, "server": "s", "epoch": 7}
-    with pytest.raises(ProtocolError, match=f"no record 'end': .*required field `{left_out}`"):
+    end = {
+        "kind": "end",
+        "id": "x",
+        "end": "failed",
+        "tokens": 1,
+        "server": "s",
+        "epoch": 7,
+    }
+    with pytest.raises(
+        ProtocolError, match=f"no record 'end': .*required field `{left_out}`"
+    ):
         read_history([start(), {name: end[name] for name in end if name != left_out}])
 
 
@@ -276,7 +324,12 @@ def test_nothing_is_expected_of_a_timeline_that_is_newer_than_the_record():
 
 
 def test_servers_that_were_leased_anything_are_known_after_a_restart():
-    evaluation = {"kind": "evaluation_lease", "group": "e1-000000", "server": "t", "epoch": 8}
+    evaluation = {
+        "kind": "evaluation_lease",
+        "group": "e1-000000",
+        "server": "t",
+        "epoch": 8,
+    }
     history = read_history([start(), lease_record("g000000", 0), evaluation])
     assert all(history.servers.was_given(epoch) for epoch in (7, 8))
     assert ServerKey(ServerId("t"), 8) in history.servers
@@ -284,7 +337,13 @@ def test_servers_that_were_leased_anything_are_known_after_a_restart():
 
 
 def test_a_quarantined_delivery_without_a_name_is_read_back():
-    end = {"kind": "end", "id": "what", "end": "quarantined", "tokens": 3, "server": "u"}
+    end = {
+        "kind": "end",
+        "id": "what",
+        "end": "quarantined",
+        "tokens": 3,
+        "server": "u",
+    }
     history = read_history([start(), {**end, "epoch": 0}])
     assert history.ends[TrajectoryEnd.QUARANTINED] == 3
     assert "what" in history.ended
@@ -292,7 +351,13 @@ def test_a_quarantined_delivery_without_a_name_is_read_back():
 
 def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
     history = RunHistory()
-    lease = {"kind": "lease", "group": "g000000", "environment": "e", "number": 0, "task": 0}
+    lease = {
+        "kind": "lease",
+        "group": "g000000",
+        "environment": "e",
+        "number": 0,
+        "task": 0,
+    }
     history.add(parsed({**lease, "seed": 1, "deadline": 3, "server": "a", "epoch": 1}))
     history.add(parsed({**lease, "seed": 1, "deadline": 3, "server": "b", "epoch": 2}))
     end = {"kind": "end", "cause": "", "tokens": 0, "server": "a", "epoch": 1}
@@ -303,18 +368,26 @@ def test_what_was_made_up_for_a_group_does_not_count_as_its_attempt() -> None:
     (group,) = book.groups.values()
     assert group.next_attempt == 2
     assert [group.excess(epoch, 13) == "" for epoch in (1, 2, 3)] == [True, True, False]
-    assert group.excess(1, 14) == "attempt 14 of g000000, which was leased for attempts 0 to 13"
+    assert (
+        group.excess(1, 14)
+        == "attempt 14 of g000000, which was leased for attempts 0 to 13"
+    )
 
 
 def test_only_a_group_for_which_its_environment_is_to_blame_counts_as_failed() -> None:
     aside = {"kind": "set_aside", "task": 0, "cause": "x"}
     records = [start(), lease_record("g000000"), lease_record("g000001", 1)]
-    records += [aside | {"group": "g000000", "blamed": False}, aside | {"group": "g000001"}]
+    records += [
+        aside | {"group": "g000000", "blamed": False},
+        aside | {"group": "g000001"},
+    ]
     counts = read_history(records).environments["e"]
     assert (counts.leased, counts.accepted, counts.failed) == (0, 0, 1)
 
 
-def test_an_environment_that_is_submitted_again_counts_nothing_of_the_batch_before() -> None:
+def test_an_environment_that_is_submitted_again_counts_nothing_of_the_batch_before() -> (
+    None
+):
     # Readers get the counts as unsigned numbers.
     records = records_up_to({"kind": "submitted", "environment": "e", "spec": "{}"})
     counts = read_history([*records, SET_ASIDE]).environments["e"]
@@ -352,7 +425,9 @@ SET_ASIDE = {
 def records_up_to(last: dict[str, object]) -> list[dict[str, object]]:
     """A journal of two leases and a batch of both groups, before its `last` record."""
     groups = ("g000000", "g000001")
-    leases = [lease_record(group, number, seed=3) for number, group in enumerate(groups)]
+    leases = [
+        lease_record(group, number, seed=3) for number, group in enumerate(groups)
+    ]
     batch = batch_record(0, *groups, trajectories=2, tokens=[["s", 7, 9]])
     return [{"kind": "start", "format": 1, "run_id": "r"}, *leases, batch, last]
 
@@ -366,7 +441,13 @@ def test_a_batch_that_was_set_aside_is_read_back() -> None:
 
 
 def test_what_ended_before_a_restart_counts_once() -> None:
-    end = {"kind": "end", "id": "g000001.0.0.7", "end": "failed", "cause": "", "tokens": 3}
+    end = {
+        "kind": "end",
+        "id": "g000001.0.0.7",
+        "end": "failed",
+        "cause": "",
+        "tokens": 3,
+    }
     end |= {"server": "s", "epoch": 7}
     history = read_history([*records_up_to(SET_ASIDE), end])
     ledger = ledger_of(ServerEpochs(), state=history)
@@ -378,7 +459,12 @@ def test_what_ended_before_a_restart_counts_once() -> None:
     for text in ("g000000.0.0.7", "g000001.0.0.7"):
         assert not ledger.receive(ServerKey(ServerId("s"), 7), TrajectoryId(text), 4)
     counts = history.environments["e"]
-    assert (counts.next_number, counts.leased, counts.accepted, counts.failed) == (2, 1, 0, 1)
+    assert (counts.next_number, counts.leased, counts.accepted, counts.failed) == (
+        2,
+        1,
+        0,
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -417,5 +503,7 @@ def test_a_group_is_solved_when_all_its_rewards_are_full() -> None:
         ([1.0, 1.0], 0.0, 1.1, False),
     ],
 )
-def test_rewards_above_1_are_full_if_they_are_the_highest(rewards, lowest, highest, solved):
+def test_rewards_above_1_are_full_if_they_are_the_highest(
+    rewards, lowest, highest, solved
+):
     assert is_solved(rewards, lowest=lowest, highest=highest) is solved

@@ -67,13 +67,18 @@ def three_lines(folder):
 def test_a_line_that_is_missing_or_twice_or_elsewhere_is_noticed(tmp_path, order, line):
     path, lines = three_lines(tmp_path)
     path.write_bytes(b"".join(lines[number] for number in order))
-    with pytest.raises(ProtocolError, match=rf"journal.log: line {line} .*from a copy") as error:
+    with pytest.raises(
+        ProtocolError, match=rf"journal.log: line {line} .*from a copy"
+    ) as error:
         list(read_records(tmp_path))
     assert "\n" not in str(error.value)
 
 
 def test_a_journal_of_a_version_without_numbers_is_read_and_goes_on_with_them(tmp_path):
-    lines = [b"%08x %s\n" % (zlib.crc32(text), text) for text in (b'{"kind":"a"}', b'{"kind":"b"}')]
+    lines = [
+        b"%08x %s\n" % (zlib.crc32(text), text)
+        for text in (b'{"kind":"a"}', b'{"kind":"b"}')
+    ]
     path = tmp_path / "journal.log"
     path.write_bytes(b"".join(lines))
     assert list(read_records(tmp_path)) == [{"kind": "a"}, {"kind": "b"}]
@@ -95,10 +100,14 @@ def test_a_whole_last_record_without_its_newline_is_kept(tmp_path, end):
     assert [record["kind"] for record in read_records(tmp_path)] == ["a", "b", "c", "d"]
 
 
-@pytest.mark.parametrize("text", [b"[1]", b"7", b'"x"', b"{}", b"{", b"\xff", b'{"kind":1}'])
+@pytest.mark.parametrize(
+    "text", [b"[1]", b"7", b'"x"', b"{}", b"{", b"\xff", b'{"kind":1}']
+)
 def test_a_right_checksum_before_what_is_no_record_is_one_line(tmp_path, text):
     (tmp_path / "journal.log").write_bytes(b"%08x %s\n" % (zlib.crc32(text), text))
-    with pytest.raises(ProtocolError, match="journal.log: line 1 is no record") as error:
+    with pytest.raises(
+        ProtocolError, match="journal.log: line 1 is no record"
+    ) as error:
         list(read_records(tmp_path))
     assert "\n" not in str(error.value)
 
@@ -116,7 +125,9 @@ def test_what_stands_in_the_place_of_the_journal_is_named(tmp_path, name):
 
 @pytest.mark.parametrize("how", ["removed", "replaced", "without batches"])
 def test_a_journal_that_vanishes_while_it_is_written_records_no_more(tmp_path, how):
-    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b0"))
+    batch = trainer_pb2.RecordedBatch(
+        header=trainer_pb2.BatchHeader(step=0, batch_id="b0")
+    )
     journal = Journal(tmp_path)
     journal.append(note("a"))
     journal.sync()
@@ -128,7 +139,9 @@ def test_a_journal_that_vanishes_while_it_is_written_records_no_more(tmp_path, h
     if how == "replaced":
         (tmp_path / "journal.log").touch()
     if how == "without batches":
-        with pytest.raises(RunFailed, match="batches was removed while the run wrote it"):
+        with pytest.raises(
+            RunFailed, match="batches was removed while the run wrote it"
+        ):
             journal.write_batch(batch)
     assert "was removed" in journal.trouble()
     assert "\n" not in journal.trouble()
@@ -174,7 +187,9 @@ def test_a_second_controller_on_the_machine_is_refused_and_fences_nobody(tmp_pat
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_a_controller_of_another_machine_acknowledges_nothing_after_a_later_one_began(tmp_path):
+def test_a_controller_of_another_machine_acknowledges_nothing_after_a_later_one_began(
+    tmp_path,
+):
     old = Journal(tmp_path)
     old.append(note("start"))
     old.sync()
@@ -205,11 +220,16 @@ def test_a_fenced_controller_replaces_no_batch_of_its_successor(open_journal):
     crc32 = new.write_batch(batch_of(0, "new")).crc32
     with pytest.raises(RunFailed, match="was started later"):
         old.write_batch(batch_of(0, "old"))
-    assert next(new.read_batch(RecordedBatch(0, "b000000", crc32)).trajectories).group_id == "new"
+    assert (
+        next(new.read_batch(RecordedBatch(0, "b000000", crc32)).trajectories).group_id
+        == "new"
+    )
 
 
 @pytest.mark.usefixtures("no_locks")
-def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_path, open_journal):
+def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(
+    tmp_path, open_journal
+):
     old = open_journal()
     new = open_journal()
     # The fenced controller forms its batch before it knows.
@@ -221,13 +241,17 @@ def test_the_file_of_a_batch_that_a_fenced_controller_left_is_written_anew(tmp_p
     new.append(record)
     new.sync()
     assert (
-        next(new.read_batch(RecordedBatch(0, "b000000", record.crc32)).trajectories).group_id
+        next(
+            new.read_batch(RecordedBatch(0, "b000000", record.crc32)).trajectories
+        ).group_id
         == "new"
     )
     assert [record["kind"] for record in read_records(tmp_path)] == ["batch"]
 
 
-def test_a_batch_is_recorded_with_the_lowest_and_highest_reward_of_each_environment(tmp_path):
+def test_a_batch_is_recorded_with_the_lowest_and_highest_reward_of_each_environment(
+    tmp_path,
+):
     earned = [("a", 3.0), ("b", -1.0), ("a", 10.0), ("a", 5.0)]
     batch = trainer_pb2.RecordedBatch(header=batch_of(0).header)
     for name, reward in earned:
@@ -255,7 +279,9 @@ def test_of_two_that_begin_at_once_the_one_with_the_newest_log_goes_on(
 
 
 def test_a_batch_is_a_file_and_a_record_that_names_its_checksum(tmp_path):
-    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b3"))
+    batch = trainer_pb2.RecordedBatch(
+        header=trainer_pb2.BatchHeader(step=3, batch_id="b3")
+    )
     with Journal(tmp_path) as journal:
         journal.append(journal.write_batch(batch))
     (record,) = read_records(tmp_path)
@@ -267,7 +293,9 @@ def test_a_batch_is_a_file_and_a_record_that_names_its_checksum(tmp_path):
 
 
 def test_a_batch_file_is_held_to_the_bounds_of_messages(tmp_path):
-    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b3"))
+    batch = trainer_pb2.RecordedBatch(
+        header=trainer_pb2.BatchHeader(step=3, batch_id="b3")
+    )
     batch.trajectories.add(max_reply_tokens=2**31)
     path = batch_path(tmp_path, 3)
     path.parent.mkdir()
@@ -279,8 +307,12 @@ def test_a_batch_file_is_held_to_the_bounds_of_messages(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["the batch", "a trajectory"])
-def test_a_batch_with_a_fact_of_another_release_is_not_trained_without_it(tmp_path, place):
-    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b3"))
+def test_a_batch_with_a_fact_of_another_release_is_not_trained_without_it(
+    tmp_path, place
+):
+    batch = trainer_pb2.RecordedBatch(
+        header=trainer_pb2.BatchHeader(step=3, batch_id="b3")
+    )
     # Field 1999 with the value 7.
     unknown = b"\xf8\x7c\x07"
     if place == "a trajectory":
@@ -313,7 +345,9 @@ def test_a_disk_that_is_full_at_the_start_is_named_in_one_line(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
+        with pytest.raises(
+            ConfigError, match="cannot be written: No space left on device"
+        ):
             Journal(tmp_path)
     # The first journal has given the lock back.
     with Journal(tmp_path) as journal:
@@ -321,19 +355,25 @@ def test_a_disk_that_is_full_at_the_start_is_named_in_one_line(tmp_path, monkeyp
     assert [record["kind"] for record in read_records(tmp_path)] == ["a"]
 
 
-def test_a_batch_that_the_disk_does_not_take_is_named_in_one_line(tmp_path, monkeypatch):
+def test_a_batch_that_the_disk_does_not_take_is_named_in_one_line(
+    tmp_path, monkeypatch
+):
     disk = SlowDisk(monkeypatch)
     journal = Journal(tmp_path)
     disk.fails = errno.EFBIG
     for _ in range(2):
-        with pytest.raises(RunFailed, match="step-000000.pb cannot be written: .* again when") as e:
+        with pytest.raises(
+            RunFailed, match="step-000000.pb cannot be written: .* again when"
+        ) as e:
             journal.write_batch(batch_of(0))
         assert "\n" not in str(e.value)
     with pytest.raises(RunFailed, match="step-000000.pb cannot be written"), journal:
         pass
 
 
-async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, monkeypatch):
+async def test_records_are_appended_while_the_disk_syncs_those_before(
+    tmp_path, monkeypatch
+):
     disk = SlowDisk(monkeypatch)
     with Journal(tmp_path) as journal:
         num_syncs = disk.num_syncs
@@ -358,8 +398,14 @@ async def test_records_are_appended_while_the_disk_syncs_those_before(tmp_path, 
 @pytest.mark.parametrize(
     ("number", "line"),
     [
-        (errno.EIO, "Input/output error; run the same command again when the disk works"),
-        (errno.ENOSPC, "No space left on device; make room and run the same command again"),
+        (
+            errno.EIO,
+            "Input/output error; run the same command again when the disk works",
+        ),
+        (
+            errno.ENOSPC,
+            "No space left on device; make room and run the same command again",
+        ),
     ],
 )
 async def test_what_the_disk_once_did_not_take_is_never_durable(
@@ -386,7 +432,9 @@ async def test_what_the_disk_once_did_not_take_is_never_durable(
         pass
 
 
-def test_a_sync_that_fails_while_somebody_asks_for_trouble_is_not_forgotten(tmp_path, monkeypatch):
+def test_a_sync_that_fails_while_somebody_asks_for_trouble_is_not_forgotten(
+    tmp_path, monkeypatch
+):
     disk = SlowDisk(monkeypatch)
     journal = Journal(tmp_path)
     looks = journal._vanished
@@ -414,9 +462,13 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         group_id=GroupId("g000001"),
         attempt=1,
     )
-    message = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b0"))
+    message = trainer_pb2.RecordedBatch(
+        header=trainer_pb2.BatchHeader(step=0, batch_id="b0")
+    )
     message.trajectories.append(trajectory_to_pb(trained))
-    history = RunHistory(ended={TrajectoryId("g000002.0.0.7")}, trained_in={trained.group_id: 0})
+    history = RunHistory(
+        ended={TrajectoryId("g000002.0.0.7")}, trained_in={trained.group_id: 0}
+    )
     with Journal(tmp_path) as journal:
         crc32 = journal.write_batch(message).crc32
         history.batches[0] = RecordedBatch(0, "b0", crc32)
@@ -430,7 +482,10 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         header = trainer_pb2.BatchHeader(step=0, batch_id="b000000-1")
         next_crc32 = journal.write_batch(trainer_pb2.RecordedBatch(header=header)).crc32
         assert journal.kept_batches() == {(0, 0), (0, 1)}
-        assert journal.read_batch(RecordedBatch(0, "b000000-1", next_crc32)).header == header
+        assert (
+            journal.read_batch(RecordedBatch(0, "b000000-1", next_crc32)).header
+            == header
+        )
         earlier = EarlierIds(history, journal)
         before = history.batches[0]
         history.batches[0] = RecordedBatch(0, "b000000-1", next_crc32)
@@ -439,7 +494,9 @@ def test_what_an_earlier_controller_journaled_needs_no_other_record(tmp_path):
         history.batches[0] = before
         journal.path(0).unlink()
         # A checkpoint covers it: it was acknowledged long ago.
-        assert EarlierIds(history, journal).holds(trained.group_id, TrajectoryId("g000001.0.9.7"))
+        assert EarlierIds(history, journal).holds(
+            trained.group_id, TrajectoryId("g000001.0.9.7")
+        )
 
 
 def write_batches(journal: Journal, number: int) -> None:
@@ -472,13 +529,16 @@ def test_a_removal_that_is_killed_anywhere_leaves_the_newest_and_ends_the_next_t
                     journal.remove_batches(before=4)
             kept_batches = sorted(journal.kept_batches())
             assert (
-                kept_batches == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0)][killed_at:]
+                kept_batches
+                == [(0, 0), (1, 0), (2, 0), (2, 1), (3, 0), (4, 0), (5, 0)][killed_at:]
             )
             assert journal.remove_batches(before=4) == 5 - killed_at
             assert journal.kept_batches() == {(4, 0), (5, 0)}
 
 
-def test_a_batch_that_goes_while_it_is_looked_for_is_covered_by_a_checkpoint(tmp_path, monkeypatch):
+def test_a_batch_that_goes_while_it_is_looked_for_is_covered_by_a_checkpoint(
+    tmp_path, monkeypatch
+):
     history = RunHistory(trained_in={GroupId("g000001"): 0})
     with Journal(tmp_path) as journal:
         write_batches(journal, 1)
@@ -499,9 +559,17 @@ def test_a_batch_that_goes_while_it_is_looked_for_is_covered_by_a_checkpoint(tmp
 def test_stray_files_beside_the_batches_are_no_batches(tmp_path):
     with Journal(tmp_path) as journal:
         journal.write_batch(
-            trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=3, batch_id="b"))
+            trainer_pb2.RecordedBatch(
+                header=trainer_pb2.BatchHeader(step=3, batch_id="b")
+            )
         )
-        for name in ("step-.pb", "step-copy.pb", "step-000003 (1).pb", "step-\u0663.pb", "x"):
+        for name in (
+            "step-.pb",
+            "step-copy.pb",
+            "step-000003 (1).pb",
+            "step-\u0663.pb",
+            "x",
+        ):
             (tmp_path / "batches" / name).touch()
         assert journal.kept_batches() == {(3, 0)}
 
@@ -523,7 +591,9 @@ def test_a_first_log_that_is_missing_is_named_and_no_new_one_begun(tmp_path):
 
 def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_path):
     number = 0
-    batch = trainer_pb2.RecordedBatch(header=trainer_pb2.BatchHeader(step=0, batch_id="b"))
+    batch = trainer_pb2.RecordedBatch(
+        header=trainer_pb2.BatchHeader(step=0, batch_id="b")
+    )
     batch.trajectories.add(group_id="g", reply_text="a" * 9000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -545,7 +615,9 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
                 journal.append(note("c", text="x" * 1000, number=number))
             journal.sync()
             journal.append(note("d", text="x" * 4000))
-            with pytest.raises(RunFailed, match="journal.log cannot be written: .* again when"):
+            with pytest.raises(
+                RunFailed, match="journal.log cannot be written: .* again when"
+            ):
                 journal.sync()
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     except RunFailed:
@@ -555,4 +627,10 @@ def test_a_full_disk_is_one_line_and_the_journal_goes_on_when_there_is_room(tmp_
         signal.signal(signal.SIGXFSZ, before)
     with Journal(tmp_path) as journal:
         journal.append(note("e"))
-    assert [record["kind"] for record in read_records(tmp_path)] == ["a", "c", "c", "c", "e"]
+    assert [record["kind"] for record in read_records(tmp_path)] == [
+        "a",
+        "c",
+        "c",
+        "c",
+        "e",
+    ]

@@ -19,15 +19,21 @@ DIGEST = "00112233445566778899aabbccddeeff"
 def drawn_batch(step: int) -> RecordedBatch:
     name = batch_name(step, random.randrange(3))
     other_name = random.choice([name, name, f"b{step}", "x"])
-    return RecordedBatch(step, other_name, random.randrange(2**32), random.randrange(2**40))
+    return RecordedBatch(
+        step, other_name, random.randrange(2**32), random.randrange(2**40)
+    )
 
 
 def drawn_step(step: int) -> JournaledStep:
-    digest = random.choice([f"{random.randrange(2**128):032x}", "", "ab", DIGEST.upper()])
+    digest = random.choice(
+        [f"{random.randrange(2**128):032x}", "", "ab", DIGEST.upper()]
+    )
     return JournaledStep(PolicyVersion(random.randrange(4), step + 1), digest)
 
 
-@pytest.mark.parametrize(("kind", "drawn"), [(BatchTable, drawn_batch), (StepTable, drawn_step)])
+@pytest.mark.parametrize(
+    ("kind", "drawn"), [(BatchTable, drawn_batch), (StepTable, drawn_step)]
+)
 def test_a_table_is_as_a_dictionary(kind, drawn) -> None:
     random.seed(5)
     table = kind()
@@ -66,4 +72,8 @@ def test_numbers_that_no_journal_has_are_refused() -> None:
 
 def test_an_attempt_is_in_the_name_of_its_batch() -> None:
     assert [batch_name(7, 0), batch_name(7, 2)] == ["b000007", "b000007-2"]
-    assert [attempt_of("b000007"), attempt_of("b000007-2"), attempt_of("x-y")] == [0, 2, 0]
+    assert [attempt_of("b000007"), attempt_of("b000007-2"), attempt_of("x-y")] == [
+        0,
+        2,
+        0,
+    ]

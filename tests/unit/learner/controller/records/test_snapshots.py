@@ -62,7 +62,9 @@ def records(first: int, steps: int) -> list[dict]:
     return journaled
 
 
-def append(folder: Path, *, starts: bool = True, first: int = 0, steps: int = STEPS) -> None:
+def append(
+    folder: Path, *, starts: bool = True, first: int = 0, steps: int = STEPS
+) -> None:
     """Writes a log as a start of a controller does."""
     with Journal(folder) as journal:
         if starts:
@@ -178,7 +180,9 @@ def remove_lines(path: Path, number: int) -> None:
 
 DAMAGES = {
     "damaged": lambda folder: flip(folder / NAME),
-    "cut off": lambda folder: (folder / NAME).write_bytes((folder / NAME).read_bytes()[:-9]),
+    "cut off": lambda folder: (folder / NAME).write_bytes(
+        (folder / NAME).read_bytes()[:-9]
+    ),
     "empty": lambda folder: (folder / NAME).write_bytes(b""),
     "of another journal": lambda folder: remove_lines(folder / "journal.log", 20),
     "a folder": lambda folder: (
@@ -189,7 +193,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_snapshot_that_cannot_be_used_is_told_and_the_journal_read_whole(tmp_path, damage):
+def test_a_snapshot_that_cannot_be_used_is_told_and_the_journal_read_whole(
+    tmp_path, damage
+):
     append(tmp_path)
     write_snapshot(tmp_path, num_records(tmp_path), pytest.fail)
     DAMAGES[damage](tmp_path)
@@ -198,7 +204,9 @@ def test_a_snapshot_that_cannot_be_used_is_told_and_the_journal_read_whole(tmp_p
     assert num_read == num_records(tmp_path)
     check_equal(tmp_path, history)
     (line,) = warnings
-    assert line.startswith(f"{tmp_path / NAME} is not used, and the journal is read whole: it ")
+    assert line.startswith(
+        f"{tmp_path / NAME} is not used, and the journal is read whole: it "
+    )
 
 
 def test_a_snapshot_of_another_release_is_told(tmp_path, monkeypatch):

@@ -11,7 +11,10 @@ from slipstream.core.types import GroupId
 from slipstream.learner.algorithms.task_results import TaskResults
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.records.snapshots import decode_history, encode_history
+from slipstream.learner.controller.records.snapshots import (
+    decode_history,
+    encode_history,
+)
 from slipstream.learner.controller.records.task_table import TaskTable
 
 NUM_TASKS = 5
@@ -31,7 +34,9 @@ def lease(number: int, task: int) -> kinds.GroupLease:
     )
 
 
-def weights(events: int, step: int = 0, num_tasks: int = NUM_TASKS) -> kinds.TaskWeights:
+def weights(
+    events: int, step: int = 0, num_tasks: int = NUM_TASKS
+) -> kinds.TaskWeights:
     return kinds.TaskWeights(
         environment="e",
         num_tasks=num_tasks,
@@ -187,5 +192,7 @@ def test_other_tasks_have_no_results(change: kinds.Record) -> None:
 
 
 def test_a_journal_that_weighs_more_than_it_has_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="weighs 2 results of tasks of e, and has 1"):
+    with pytest.raises(
+        ProtocolError, match="weighs 2 results of tasks of e, and has 1"
+    ):
         history_of(weights(0), lease(0, 1), weights(2))

@@ -28,7 +28,10 @@ async def test_a_scrape_shows_what_the_disk_said_before(tmp_path, monkeypatch):
     await until(lambda: requests == [tmp_path])
     answers.release()
     await until(lambda: values(disk))
-    assert values(disk) == {"slipstream_disk_size_bytes": 100, "slipstream_disk_free_bytes": 99}
+    assert values(disk) == {
+        "slipstream_disk_size_bytes": 100,
+        "slipstream_disk_free_bytes": 99,
+    }
     await until(lambda: len(requests) == 2)
     answers.release()
     await until(lambda: values(disk)["slipstream_disk_free_bytes"] == 98)

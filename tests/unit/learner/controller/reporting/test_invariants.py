@@ -74,7 +74,12 @@ def test_a_step_as_it_should_be_breaks_nothing() -> None:
         (FLOAT32 | {"sampling.top_p": 0.8}, 0.21, True),
         # By design, and no weight is taken from it.
         (
-            FLOAT32 | {"sampling.top_p": 0.8, "algorithm.weight": "none", "sampling.max_images": 1},
+            FLOAT32
+            | {
+                "sampling.top_p": 0.8,
+                "algorithm.weight": "none",
+                "sampling.max_images": 1,
+            },
             0.21,
             False,
         ),
@@ -139,7 +144,9 @@ def test_a_filter_leaves_no_group_of_equal_rewards() -> None:
     mixed = episodes(1.0, 0.0)
     advantages = (0.0, 0.0)
     texts = broken(filtered, group=right, advantages=advantages)
-    assert texts["filter"].startswith("step 1: 100% of the groups have equal rewards although")
+    assert texts["filter"].startswith(
+        "step 1: 100% of the groups have equal rewards although"
+    )
     assert broken(filtered, group=mixed, advantages=advantages) == {}
     assert broken({}, group=right, advantages=advantages) == {}
 
@@ -196,7 +203,9 @@ def test_equal_sums_may_have_been_earned_in_other_turns() -> None:
     advantages = (0.5, -0.5)
     assert broken(return_to_go, group=of_turns, advantages=advantages) == {}
     without_turns = [first, second]
-    assert "advantage" in broken(return_to_go, group=without_turns, advantages=advantages)
+    assert "advantage" in broken(
+        return_to_go, group=without_turns, advantages=advantages
+    )
     # GRPO adds the rewards of turns up.
     assert "advantage" in broken({}, group=of_turns, advantages=advantages)
 

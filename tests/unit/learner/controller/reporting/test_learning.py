@@ -166,9 +166,13 @@ def test_an_evaluation_that_falls_while_training_rises_is_told() -> None:
 
 
 def test_groups_that_the_filter_leaves_out_are_texts_of() -> None:
-    rows = unlearnt(lambda step: {"equal_rewards_fraction": 0.0, "filtered_groups": 30.0})
+    rows = unlearnt(
+        lambda step: {"equal_rewards_fraction": 0.0, "filtered_groups": 30.0}
+    )
     (text,) = texts_of(rows, config_with(DYNAMIC)).values()
-    assert re.search("algorithm.filter has left out 9[0-9]% of the groups for 10 steps", text)
+    assert re.search(
+        "algorithm.filter has left out 9[0-9]% of the groups for 10 steps", text
+    )
 
 
 def test_one_environment_of_two_is_told_by_its_name() -> None:
@@ -187,7 +191,9 @@ def test_one_environment_of_two_is_told_by_its_name() -> None:
 
 
 @pytest.mark.parametrize("estimator", ["reinforce_pp", "score"])
-def test_equal_rewards_of_a_group_are_nothing_where_groups_are_not_compared(estimator) -> None:
+def test_equal_rewards_of_a_group_are_nothing_where_groups_are_not_compared(
+    estimator,
+) -> None:
     rows = unlearnt(lambda step: {"equal_rewards_fraction": 1.0, "reward_mean": 1.0})
     settings = SETTINGS | {"algorithm.advantage": estimator}
     assert texts_of(rows, config_with(settings)) == {}
@@ -300,13 +306,16 @@ def test_a_gap_of_engine_and_learner_that_grows_is_told() -> None:
         (lambda step: math.nan, 0.0),
     ],
 )
-def test_gaps_that_say_little_are_not_told(gap: Callable[[int], float], tokens: float) -> None:
+def test_gaps_that_say_little_are_not_told(
+    gap: Callable[[int], float], tokens: float
+) -> None:
     config = config_with(SETTINGS | {"model.dtype": "bfloat16"})
     assert texts_of(gap_rows(gap, tokens), config) == {}
 
 
 def test_a_gap_that_settings_explain_is_not_told() -> None:
     config = config_with(
-        SETTINGS | {"model.dtype": "bfloat16", "rollout_server.recompute_context": False}
+        SETTINGS
+        | {"model.dtype": "bfloat16", "rollout_server.recompute_context": False}
     )
     assert texts_of(gap_rows(lambda step: 0.025 * 1.12**step), config) == {}

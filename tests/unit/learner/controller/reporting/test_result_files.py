@@ -48,7 +48,9 @@ def full() -> Callable[[int], AbstractContextManager[None]]:
     return limited
 
 
-def test_lines_for_which_there_is_no_room_are_counted_and_later_ones_are_written(tmp_path, full):
+def test_lines_for_which_there_is_no_room_are_counted_and_later_ones_are_written(
+    tmp_path, full
+):
     messages: list[str] = []
     path = tmp_path / "metrics.jsonl"
     file = ResultFile(path, messages.append)
@@ -82,7 +84,11 @@ def test_the_folder_of_a_run_that_was_removed_does_not_come_back(tmp_path):
     for _ in range(3):
         file.append(b"1\n")
     assert not run.exists()
-    assert len([line for line in messages if "cannot be written" in line]) == len(messages) == 1
+    assert (
+        len([line for line in messages if "cannot be written" in line])
+        == len(messages)
+        == 1
+    )
     run.mkdir()
     file.append(b"2\n")
     assert messages[1:] == [f"{path} is written again; 3 records were lost"]
@@ -121,7 +127,10 @@ GROUP = plain_group(size=1, finished={GOOD.member: GOOD})
 
 
 def step(
-    recorder: RunRecorder, number: int, groups: tuple[Group, ...] = (GROUP,), **metrics: float
+    recorder: RunRecorder,
+    number: int,
+    groups: tuple[Group, ...] = (GROUP,),
+    **metrics: float,
 ):
     """The row of a step, which made 1000 tokens of all."""
     return recorder.step(
@@ -139,7 +148,11 @@ def test_a_report_with_the_name_of_a_metric_of_the_run_is_told_once(tmp_path):
     recorder = RunRecorder(tmp_path, config_of(tmp_path), no_trackers, None, events)
     for number in range(3):
         row = step(recorder, number, reward_std=9.0, mine=9.0, **{"e/reward": 9.0})
-        assert row.items() >= {("reward_std", 0.0), ("e/reward", GOOD.reward), ("mine", 9.0)}
+        assert row.items() >= {
+            ("reward_std", 0.0),
+            ("e/reward", GOOD.reward),
+            ("mine", 9.0),
+        }
     recorder.close()
     assert [event.text for event in events.kept()] == [
         "the algorithm reports e/reward, reward_std, which the run measures itself: name the "
@@ -171,7 +184,9 @@ def warnings_of_gaps(folder: Path, *steps: int) -> list[str]:
 
 def test_an_invariant_that_steps_break_is_told_once_a_run(tmp_path: Path) -> None:
     (text,) = warnings_of_gaps(tmp_path, 0, 1)
-    assert text.startswith("step 1: engine and learner give 64 tokens that the newest weights")
+    assert text.startswith(
+        "step 1: engine and learner give 64 tokens that the newest weights"
+    )
     # A later start of the run reads it from the rows.
     assert warnings_of_gaps(tmp_path, 2, 3) == []
 
@@ -239,12 +254,16 @@ DAMAGES = {
 def opened(folder: Path) -> tuple[RunRecorder, list[str]]:
     """A recorder as each start makes it, and its warnings."""
     events = EventLog()
-    recorder = RunRecorder(folder, config_of(folder), Trackers({}, lambda text: None), None, events)
+    recorder = RunRecorder(
+        folder, config_of(folder), Trackers({}, lambda text: None), None, events
+    )
     return recorder, [event.text for event in events.kept()]
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_line_is_passed_over_and_told_once(tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_line_is_passed_over_and_told_once(
+    tmp_path: Path, damage: bytes
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(WHOLE + damage + row(4) + damage)
     recorder, messages = opened(tmp_path)
@@ -255,7 +274,9 @@ def test_a_damaged_line_is_passed_over_and_told_once(tmp_path: Path, damage: byt
     recorder.close()
 
 
-def test_a_start_reads_at_most_a_thousand_rows_of_a_run_that_was_killed(tmp_path: Path) -> None:
+def test_a_start_reads_at_most_a_thousand_rows_of_a_run_that_was_killed(
+    tmp_path: Path,
+) -> None:
     recorder, _ = opened(tmp_path)
     for number in range(EVERY_ROWS + 2):
         step(recorder, number, gradient_overflows=1.0)
@@ -265,7 +286,11 @@ def test_a_start_reads_at_most_a_thousand_rows_of_a_run_that_was_killed(tmp_path
     metrics.write_bytes(content[:1000].replace(b"1", b"2") + content[1000:])
     later, messages = opened(tmp_path)
     assert messages == []
-    assert [later.has_row(version) for version in (0, 1, EVERY_ROWS + 2)] == [False, True, True]
+    assert [later.has_row(version) for version in (0, 1, EVERY_ROWS + 2)] == [
+        False,
+        True,
+        True,
+    ]
     assert later.facts.gradient_overflows == EVERY_ROWS + 2
     assert later.newest["step"] == EVERY_ROWS + 2
     for opened_recorder in (recorder, later):
@@ -277,7 +302,9 @@ def test_what_is_no_file_is_one_warning(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     recorder, messages = opened(tmp_path)
     recorder.close()
-    assert [line.split(" cannot be")[0] for line in messages] == [str(tmp_path / n) for n in FILES]
+    assert [line.split(" cannot be")[0] for line in messages] == [
+        str(tmp_path / n) for n in FILES
+    ]
 
 
 @pytest.mark.parametrize(
@@ -314,10 +341,17 @@ def test_first_and_last_rewards_are_those_of_other_steps(rewards, first, last):
 def test_the_time_of_a_run_is_that_of_its_steps() -> None:
     facts = RunFacts()
     assert facts.time_shares() == {}
-    facts.count_row({"step_s": 6.0, "training_s": 3.0, "groups_wait_s": 1.0, "publish_s": math.nan})
-    shares = {"servers_sampling_share": 0.5, "servers_paused_share": 0.1, "servers_idle_share": 0.4}
     facts.count_row(
-        {"step_s": 4.0, "training_s": 1.0, "groups_wait_s": 2.0, "publish_s": 1.0} | shares
+        {"step_s": 6.0, "training_s": 3.0, "groups_wait_s": 1.0, "publish_s": math.nan}
+    )
+    shares = {
+        "servers_sampling_share": 0.5,
+        "servers_paused_share": 0.1,
+        "servers_idle_share": 0.4,
+    }
+    facts.count_row(
+        {"step_s": 4.0, "training_s": 1.0, "groups_wait_s": 2.0, "publish_s": 1.0}
+        | shares
     )
     time_shares = facts.time_shares()
     assert time_shares["trainer"] == pytest.approx(
@@ -331,10 +365,14 @@ def test_the_time_of_a_run_is_that_of_its_steps() -> None:
         }
     )
     # No server had reported in the first step.
-    assert time_shares["servers"] == pytest.approx({"sampling": 0.5, "paused": 0.1, "idle": 0.4})
+    assert time_shares["servers"] == pytest.approx(
+        {"sampling": 0.5, "paused": 0.1, "idle": 0.4}
+    )
 
 
-def test_time_before_the_first_generation_and_tokens_of_earlier_starts_do_not_count() -> None:
+def test_time_before_the_first_generation_and_tokens_of_earlier_starts_do_not_count() -> (
+    None
+):
     rate = GenerationRate()
     assert rate.at(50.0, 0) == 0.0
     rate.earlier = 10_000
@@ -364,7 +402,9 @@ def test_samples_that_a_death_cut_off_are_written_when_the_step_comes_again(
     tmp_path: Path, killed_in: str
 ) -> None:
     groups = tuple(
-        plain_group(size=1, finished={0: dataclasses.replace(GOOD, group_id=name, member=0)})
+        plain_group(
+            size=1, finished={0: dataclasses.replace(GOOD, group_id=name, member=0)}
+        )
         for name in ("g000001", "g000002", "g000003")
     )
     recorder, _ = opened(tmp_path)
@@ -403,7 +443,9 @@ def test_lines_are_found_from_the_end_of_a_file(tmp_path: Path, monkeypatch) -> 
         assert list(lines_from_end(path)) == lines[::-1]
 
 
-def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_knows_what_its_earlier_starts_generated(
+    tmp_path: Path,
+) -> None:
     recorder, _ = opened(tmp_path)
     history = RunHistory()
     # The second had delivered more than its last heartbeat said.

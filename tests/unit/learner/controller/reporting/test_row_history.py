@@ -145,7 +145,9 @@ def test_a_state_of_other_rows_is_told_and_not_used(folder: Path, size: int) -> 
         (lambda data: data[:60] + b"x" + data[61:], "it is damaged"),
     ],
 )
-def test_a_damaged_state_is_told_and_not_used(folder: Path, change: Any, cause: str) -> None:
+def test_a_damaged_state_is_told_and_not_used(
+    folder: Path, change: Any, cause: str
+) -> None:
     path = folder / "journal" / NAME
     path.write_bytes(change(path.read_bytes()))
     messages: list[str] = []

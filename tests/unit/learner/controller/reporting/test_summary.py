@@ -39,7 +39,10 @@ def episode(words: str, *run_lengths: int):
     token_ids = np.asarray([WORDS.index(word) for word in words.split()], np.uint32)
     plain = make_trajectory(1, 1)
     return dataclasses.replace(
-        plain, token_ids=token_ids, run_lengths=run_lengths, reply_text="all that follows"
+        plain,
+        token_ids=token_ids,
+        run_lengths=run_lengths,
+        reply_text="all that follows",
     )
 
 
@@ -57,14 +60,28 @@ def texts_of(model: Path):
 def test_each_turn_has_what_the_model_read_and_what_it_sampled(model: Path) -> None:
     texts = texts_of(model)
     trajectory = episode("<s> a b c </s> d a b </s>", 2, 3, 1, 3)
-    first = {"context": "<s> a", "context_tokens": 2, "sampled": "b c </s>", "sampled_tokens": 3}
-    second = {"context": "d", "context_tokens": 1, "sampled": "a b </s>", "sampled_tokens": 3}
+    first = {
+        "context": "<s> a",
+        "context_tokens": 2,
+        "sampled": "b c </s>",
+        "sampled_tokens": 3,
+    }
+    second = {
+        "context": "d",
+        "context_tokens": 1,
+        "sampled": "a b </s>",
+        "sampled_tokens": 3,
+    }
     line = readable(7, trajectory, texts)
     assert line["turns"] == [first | {"reward": 0.0}, second | {"reward": 1.0}]
     earned = np.array([0, 0, 0.25, 0.5, 0, 0.25], np.float32)
     told = readable(7, dataclasses.replace(trajectory, token_rewards=earned), texts)
     assert told["turns"] == [first | {"reward": 0.25}, second | {"reward": 0.75}]
-    assert (line["step"], line["sampled_tokens"], line["reply"]) == (7, 6, "all that follows")
+    assert (line["step"], line["sampled_tokens"], line["reply"]) == (
+        7,
+        6,
+        "all that follows",
+    )
 
 
 def test_a_line_says_the_advantage_and_how_old_the_tokens_were() -> None:
@@ -117,7 +134,11 @@ def test_branches_have_their_own_turns_and_rewards(model: Path) -> None:
     first, reviewer = line["branches"]
     assert [turn["sampled"] for turn in first["turns"]] == ["b </s>", "d </s>"]
     assert (first["name"], first["share"], first["sampled_tokens"]) == ("", 1.0, 4)
-    assert (reviewer["name"], reviewer["share"], reviewer["reward"]) == ("reviewer", 0.5, 2.0)
+    assert (reviewer["name"], reviewer["share"], reviewer["reward"]) == (
+        "reviewer",
+        0.5,
+        2.0,
+    )
     assert first["reward"] is None
     assert reviewer["turns"] == [
         {
@@ -137,7 +158,9 @@ def test_all_that_a_line_says_is_documented(model: Path) -> None:
     line = readable(0, episode("a b c d", 1, 1, 1, 1), texts_of(model))
     fields, turn, branch, *_ = tables("trajectories.jsonl", "guides/watching.md")
     assert set(line) <= set(fields)
-    tree = dataclasses.replace(episode("a b c d", 1, 1, 1, 1), branches=(Branch(2), Branch(2)))
+    tree = dataclasses.replace(
+        episode("a b c d", 1, 1, 1, 1), branches=(Branch(2), Branch(2))
+    )
     told = readable(0, tree, texts_of(model))
     assert set(told) <= set(fields)
     assert set(told["branches"][0]) == set(branch)
@@ -174,7 +197,9 @@ def kept(*environments: str) -> list[int]:
     return [groups.index(group) for group in sampled_groups(groups)]
 
 
-def test_the_first_group_of_each_environment_is_kept_and_two_where_there_is_one() -> None:
+def test_the_first_group_of_each_environment_is_kept_and_two_where_there_is_one() -> (
+    None
+):
     assert kept("a", "a", "b", "a", "c", "b") == [0, 2, 4]
     assert kept("a", "a", "a") == [0, 1]
     assert kept("a") == [0]

@@ -19,7 +19,11 @@ from slipstream.core.settings.measurement_sections import (
 from slipstream.extensions.trackers.controller import COLUMNS, tag_of
 from slipstream.extensions.trackers.mlflow_names import mlflow_names
 from slipstream.learner.controller.reporting import trackers as trackers_module
-from slipstream.learner.controller.reporting.trackers import RunIds, Trackers, open_trackers
+from slipstream.learner.controller.reporting.trackers import (
+    RunIds,
+    Trackers,
+    open_trackers,
+)
 from support.rigs import tools
 from support.rigs.completed import python
 from support.rigs.controller_runs import make_config
@@ -38,7 +42,20 @@ EPISODE = {
     "sampled_tokens": 4,
     "versions": [[3, "0.6"], [1, "0.5"]],
 }
-ROW = [7, "sums", 3, "1+1=", "<b>2", "2", 1.0, 0.5, 0.25, "3 by 0.6, 1 by 0.5", "completed", 4]
+ROW = [
+    7,
+    "sums",
+    3,
+    "1+1=",
+    "<b>2",
+    "2",
+    1.0,
+    0.5,
+    0.25,
+    "3 by 0.6, 1 by 0.5",
+    "completed",
+    4,
+]
 GROUP = {"sampled_tokens": [4, 2], "surprisal": [0.5, None]}
 
 
@@ -84,7 +101,9 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on():
     broken = FakeTracker(fails_at=1)
     tracker = FakeTracker()
     complaints: list[str] = []
-    trackers = Trackers({"broken": lambda: broken, "whole": lambda: tracker}, complaints.append)
+    trackers = Trackers(
+        {"broken": lambda: broken, "whole": lambda: tracker}, complaints.append
+    )
     for step in range(4):
         trackers.log(step, {"x": 1.0})
     trackers.close()
@@ -104,7 +123,9 @@ def test_a_tracker_that_cannot_be_opened_or_whose_package_exits_is_told(error):
     trackers = Trackers({"locked": refuse}, complaints.append)
     trackers.close()
     trackers.log(0, {"x": 1.0})
-    assert complaints == [f"tracker locked gets no more numbers: {error.__name__}: no key"]
+    assert complaints == [
+        f"tracker locked gets no more numbers: {error.__name__}: no key"
+    ]
 
 
 def test_the_end_of_a_run_waits_for_a_slow_tracker_only_so_long(monkeypatch):
@@ -153,14 +174,18 @@ def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
     assert settings["algorithm.max_staleness"] == 2
     assert settings["queue.kind"] == "redis"
     assert not any(
-        "hunter2" in str(value) or "secrets" in str(value) for value in settings.values()
+        "hunter2" in str(value) or "secrets" in str(value)
+        for value in settings.values()
     )
 
 
 @pytest.mark.parametrize(
     ("tracker", "message"),
     [
-        ("tensorboard", "which needs the package tensorboard: pip install 'tensorboard>=2.20,<3'"),
+        (
+            "tensorboard",
+            "which needs the package tensorboard: pip install 'tensorboard>=2.20,<3'",
+        ),
         ("wandb", "which needs the package wandb: pip install 'wandb>=0.20,<1'"),
         (
             "mlflow",
@@ -169,7 +194,9 @@ def test_trackers_are_told_all_settings_but_secrets(tmp_path: Path):
         ),
     ],
 )
-def test_a_missing_package_is_one_line_with_the_command_that_helps(monkeypatch, tracker, message):
+def test_a_missing_package_is_one_line_with_the_command_that_helps(
+    monkeypatch, tracker, message
+):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as caught:
         check_trackers(TrackingSection(trackers=(tracker,)))
@@ -189,7 +216,9 @@ def installed_package(folder: Path, group: str, entry: str) -> Path:
     """The metadata of a package of somebody else, as pip writes it."""
     info = folder / f"{folder.name}-1.0.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {folder.name}\nVersion: 1.0\n")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {folder.name}\nVersion: 1.0\n"
+    )
     (info / "entry_points.txt").write_text(f"[{group}]\n{entry}\n")
     return folder
 
@@ -204,9 +233,13 @@ def installed_package(folder: Path, group: str, entry: str) -> Path:
         ),
     ],
 )
-def test_trackers_of_one_name_are_refused(tmp_path, monkeypatch, entries, places) -> None:
+def test_trackers_of_one_name_are_refused(
+    tmp_path, monkeypatch, entries, places
+) -> None:
     for number, entry in enumerate(entries):
-        package = installed_package(tmp_path / f"other{number}", "slipstream.trackers", entry)
+        package = installed_package(
+            tmp_path / f"other{number}", "slipstream.trackers", entry
+        )
         monkeypatch.syspath_prepend(package)
     name = entries[0].partition("=")[0]
     with pytest.raises(ConfigError) as caught:
@@ -236,13 +269,16 @@ def test_tensorboard_has_every_number_in_its_section(tmp_path: Path) -> None:
         values = {value.tag: value.simple_value for value in event.summary.value}
         found.append((event.step, values))
     assert sorted(found) == [
-        (start, {"reward/reward_mean": 0.5 + start, "held/pass_at_1": 0.25}) for start in range(2)
+        (start, {"reward/reward_mean": 0.5 + start, "held/pass_at_1": 0.25})
+        for start in range(2)
     ]
 
 
 def events_of(path: Path) -> list:
     """The events of a file, as TensorBoard itself reads them."""
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.backend.event_processing.event_file_loader import (
+        RawEventFileLoader,
+    )
     from tensorboard.compat.proto.event_pb2 import Event
 
     return list(map(Event.FromString, RawEventFileLoader(str(path)).Load()))
@@ -308,7 +344,9 @@ def test_each_name_has_one_of_its_own_at_mlflow() -> None:
 
 
 @pytest.mark.process
-def test_mlflow_itself_takes_names_and_settings_that_are_no_paths(tmp_path, monkeypatch) -> None:
+def test_mlflow_itself_takes_names_and_settings_that_are_no_paths(
+    tmp_path, monkeypatch
+) -> None:
     tools.add_packages("trackers", monkeypatch)
     for package in ("mlflow", "sqlalchemy"):
         pytest.importorskip(package, reason=f"{package} is not installed: {tools.HOW}")
@@ -318,7 +356,9 @@ def test_mlflow_itself_takes_names_and_settings_that_are_no_paths(tmp_path, monk
     arguments = {"a@b": 1, "a//b": 2, "k" * 251: 3}
     environments = [{"name": "e", "reference": "m:E", "args": arguments}]
     small = make_config(tmp_path, tracking__trackers=["mlflow"])
-    settings = small.model_dump(mode="json", exclude_none=True) | {"environments": environments}
+    settings = small.model_dump(mode="json", exclude_none=True) | {
+        "environments": environments
+    }
     config = parse_config(settings, source="test")
     config.run_dir.mkdir()
     complaints = list[str]()
@@ -330,7 +370,9 @@ def test_mlflow_itself_takes_names_and_settings_that_are_no_paths(tmp_path, monk
     run_id = json.loads((config.run_dir / "tracking.json").read_text())["mlflow"]
     client = MlflowClient(tracking_uri=f"sqlite:///{config.run_dir}/mlflow.db")
     data = client.get_run(run_id).data
-    assert data.metrics == {new: values[name] for name, new in mlflow_names(HARD_NAMES).items()}
+    assert data.metrics == {
+        new: values[name] for name, new in mlflow_names(HARD_NAMES).items()
+    }
     assert data.params["environments.0.args.a_b"] == "1"
     assert data.params["environments.0.args.a/_/b"] == "2"
 
@@ -353,14 +395,20 @@ class FakeService(types.ModuleType):
         return call
 
 
-def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_path, monkeypatch):
+def test_weights_and_biases_is_told_project_name_settings_and_every_number(
+    tmp_path, monkeypatch
+):
     service = FakeService()
     monkeypatch.setitem(sys.modules, "wandb", service)
     monkeypatch.delenv("WANDB_MODE", raising=False)
-    config = make_config(tmp_path, tracking__trackers=["wandb"], tracking__project="sums")
+    config = make_config(
+        tmp_path, tracking__trackers=["wandb"], tracking__project="sums"
+    )
     config.run_dir.mkdir()
     RunIds(config.run_dir, print).keep("wandb", "kept")
-    tracker = tracker_named("wandb").load()(config, config.run_dir, RunIds(config.run_dir, print))
+    tracker = tracker_named("wandb").load()(
+        config, config.run_dir, RunIds(config.run_dir, print)
+    )
     tracker.log(7, {"loss": 0.5})
     tracker.samples(7, [EPISODE], [GROUP])
     tracker.close()
@@ -376,7 +424,9 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
         str(config.run_dir),
     )
     assert arguments["config"]["algorithm.max_staleness"] == 2
-    names = [(name, args) for name, args, _ in service.calls if name in ("log", "finish")]
+    names = [
+        (name, args) for name, args, _ in service.calls if name in ("log", "finish")
+    ]
     assert names[0] == ("log", ({"loss": 0.5, "step": 7},))
     assert set(names[1][1][0]) == {"samples", "sampled_tokens", "surprisal", "step"}
     assert names[2] == ("finish", ())
@@ -384,7 +434,9 @@ def test_weights_and_biases_is_told_project_name_settings_and_every_number(tmp_p
 
 
 @pytest.mark.parametrize("mode", ["online", "offline"])
-def test_a_run_goes_on_at_weights_and_biases_only_where_it_was(tmp_path, monkeypatch, mode) -> None:
+def test_a_run_goes_on_at_weights_and_biases_only_where_it_was(
+    tmp_path, monkeypatch, mode
+) -> None:
     service = FakeService()
     monkeypatch.setitem(sys.modules, "wandb", service)
     monkeypatch.setenv("WANDB_MODE", mode)
@@ -395,11 +447,16 @@ def test_a_run_goes_on_at_weights_and_biases_only_where_it_was(tmp_path, monkeyp
         tracker_named("wandb").load()(config, config.run_dir, ids).close()
     first, second = [kwargs for name, _, kwargs in service.calls if name == "init"]
     assert first["id"] == second["id"]
-    assert (first["resume"], second["resume"]) == (None, "allow" if mode == "online" else None)
+    assert (first["resume"], second["resume"]) == (
+        None,
+        "allow" if mode == "online" else None,
+    )
 
 
 @pytest.mark.process
-def test_packages_of_trackers_say_nothing_of_their_own(tmp_path, monkeypatch, capfd) -> None:
+def test_packages_of_trackers_say_nothing_of_their_own(
+    tmp_path, monkeypatch, capfd
+) -> None:
     tools.add_packages("trackers", monkeypatch)
     for package in ("wandb", "mlflow", "sqlalchemy"):
         pytest.importorskip(package, reason=f"{package} is not installed: {tools.HOW}")
@@ -429,7 +486,11 @@ class FakeMlflow:
 
     def get_experiment_by_name(self, name: str) -> types.SimpleNamespace | None:
         experiment = self.experiments.get(name)
-        return None if experiment is None else types.SimpleNamespace(experiment_id=experiment)
+        return (
+            None
+            if experiment is None
+            else types.SimpleNamespace(experiment_id=experiment)
+        )
 
     def create_experiment(self, name: str, artifact_location: str) -> str:
         assert artifact_location.endswith("/mlartifacts")
@@ -437,7 +498,9 @@ class FakeMlflow:
 
     def create_run(self, *args: object, **kwargs: object) -> types.SimpleNamespace:
         self.calls.append(("create_run", args, kwargs))
-        return types.SimpleNamespace(info=types.SimpleNamespace(run_id="given-by-the-service"))
+        return types.SimpleNamespace(
+            info=types.SimpleNamespace(run_id="given-by-the-service")
+        )
 
     def get_run(self, run_id: str) -> types.SimpleNamespace:
         tags = dict(args[1:] for args, _ in self.told("set_tag"))
@@ -450,7 +513,9 @@ class FakeMlflow:
         return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
 
 
-def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, monkeypatch):
+def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(
+    tmp_path, monkeypatch
+):
     service = FakeMlflow()
     parts = {"entities": types.ModuleType("mlflow.entities"), "tracking": service}
     parts["entities"].Metric = lambda *args: args
@@ -458,7 +523,9 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
     for name, module in parts.items():
         monkeypatch.setitem(sys.modules, f"mlflow.{name}", module)
-    config = make_config(tmp_path, tracking__trackers=["mlflow"], tracking__project="sums")
+    config = make_config(
+        tmp_path, tracking__trackers=["mlflow"], tracking__project="sums"
+    )
     config.run_dir.mkdir()
     for start in range(2):
         tracker = tracker_named("mlflow").load()(
@@ -471,14 +538,19 @@ def test_mlflow_goes_on_with_the_run_whose_id_lies_in_the_run_folder(tmp_path, m
     run_id = "given-by-the-service"
     parsed = json.loads((config.run_dir / "tracking.json").read_text())
     assert parsed == {"mlflow": run_id}
-    assert service.told("open")[0] == ((f"sqlite:///{config.run_dir.resolve()}/mlflow.db",), {})
+    assert service.told("open")[0] == (
+        (f"sqlite:///{config.run_dir.resolve()}/mlflow.db",),
+        {},
+    )
     assert service.told("create_run") == [(("experiment sums",), {"run_name": "r"})]
     assert service.told("update_run") == [((run_id,), {"status": "RUNNING"})]
     _, table, path = service.told("log_text")[1][0]
     assert json.loads(table) == {"columns": list(COLUMNS), "data": [ROW]}
     assert path == "samples/step-000001.json"
     shown = json.loads(service.get_run(run_id).data.tags["mlflow.loggedArtifacts"])
-    assert [file["path"] for file in shown] == [f"samples/step-00000{n}.json" for n in range(2)]
+    assert [file["path"] for file in shown] == [
+        f"samples/step-00000{n}.json" for n in range(2)
+    ]
     batches = service.told("log_batch")
     assert all(args == (run_id,) for args, _ in batches)
     params = [pair for _, batch in batches for pair in batch.get("params", [])]

@@ -17,7 +17,9 @@ def key_of(epoch: int, name: str = "a") -> ServerKey:
     return ServerKey(ServerId(name), epoch)
 
 
-def departed(num_epochs: int, *, max_apart: int = 4, drained: bool = False) -> ServerEpochs:
+def departed(
+    num_epochs: int, *, max_apart: int = 4, drained: bool = False
+) -> ServerEpochs:
     """Epochs 1, 2, ... that each reported 100 tokens, delivered 60 and departed."""
     epochs = ServerEpochs(max_apart=max_apart)
     for epoch in range(1, num_epochs + 1):
@@ -83,7 +85,11 @@ def test_only_connected_servers_whose_counts_changed_are_journaled_at_a_step():
     assert len(records) == 1
     # The last record says all of a server that is lost.
     ledger.journal_servers(key_of(11))
-    assert records[1] == {"kind": "servers", "generated": [["a", 11, 5]], "departed": True}
+    assert records[1] == {
+        "kind": "servers",
+        "generated": [["a", 11, 5]],
+        "departed": True,
+    }
 
 
 def records_of(
@@ -99,7 +105,9 @@ def records_of(
         key = key_of(epoch, f"s{epoch % 30}")
         ended = draw.choice((0, 7, 50))
         # Known by its lease before anything else.
-        records.append({"kind": "evaluation_lease", "server": key.server_id, "epoch": epoch})
+        records.append(
+            {"kind": "evaluation_lease", "server": key.server_id, "epoch": epoch}
+        )
         report = fleet_pb2.ServerReport(ended_tokens=ended)
         report.in_flight_tokens = draw.randrange(9)
         report.generated_tokens = ended + report.in_flight_tokens
@@ -112,7 +120,9 @@ def records_of(
         assert ledger.receive(late, name, ended)
         note_end(ledger, TrajectoryEnd.FAILED, ended)
         end = {"id": name, "end": "failed", "cause": "x", "tokens": ended}
-        records.append({"kind": "end", **end, "server": late.server_id, "epoch": late.epoch})
+        records.append(
+            {"kind": "end", **end, "server": late.server_id, "epoch": late.epoch}
+        )
         ledger.journal_servers(key)
         if not marked:
             del records[-1]["departed"]
@@ -128,7 +138,9 @@ def test_a_gap_of_a_server_stays_open_after_a_resume(is_lost: bool) -> None:
     records: list[dict] = [{"kind": "start", "format": 1, "run_id": "r"}]
     ledger = ledger_of(epochs, records=records)
     # The engine made 12 tokens; a record has 10, of which the queue was given 4.
-    report = fleet_pb2.ServerReport(generated_tokens=12, ended_tokens=10, ended_episodes=2)
+    report = fleet_pb2.ServerReport(
+        generated_tokens=12, ended_tokens=10, ended_episodes=2
+    )
     report.sent.MergeFrom(Tally(1, 4).to_pb())
     ledger.report(key, report)
     assert ledger.receive(key, TrajectoryId("g000001.0.0.1"), 4, Tally(2, 7))
@@ -196,5 +208,7 @@ def test_gaps_of_any_number_of_epochs_fit_the_fields_of_a_message():
 )
 def test_a_record_with_a_number_of_more_than_64_bits_is_refused(kind, fields):
     start = {"kind": "start", "format": 1, "run_id": "r"}
-    with pytest.raises(ProtocolError, match=r"^line 2 of the journal is no record .* 64 bits, got"):
+    with pytest.raises(
+        ProtocolError, match=r"^line 2 of the journal is no record .* 64 bits, got"
+    ):
         read_history([start, {"kind": kind, **fields}])

@@ -18,16 +18,24 @@ from support.fakes.small_configs import config_with
 from support.rigs.lease_rig import Rig
 
 
-def test_the_newest_checkpoint_is_told_before_and_after_a_restart(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_is_told_before_and_after_a_restart(
+    tmp_path: Path,
+) -> None:
     with Journal(tmp_path / "journal") as journal:
         rig = Rig(tmp_path, journal)
-        status = StatusServicer(rig.run, rig.books, rig.scheduler, SimpleNamespace(newest={}))
+        status = StatusServicer(
+            rig.run, rig.books, rig.scheduler, SimpleNamespace(newest={})
+        )
         assert status.status().checkpoint_step == 0
         journal.append(kinds.Checkpoint(version=PolicyVersion(0, 3)))
         assert status.status().checkpoint_step == 3
     with Journal(tmp_path / "journal") as journal:
-        again = Rig(tmp_path, journal, state=read_history(read_records(tmp_path / "journal")))
-        status = StatusServicer(again.run, again.books, again.scheduler, SimpleNamespace(newest={}))
+        again = Rig(
+            tmp_path, journal, state=read_history(read_records(tmp_path / "journal"))
+        )
+        status = StatusServicer(
+            again.run, again.books, again.scheduler, SimpleNamespace(newest={})
+        )
         assert status.status().checkpoint_step == 3
 
 
@@ -42,8 +50,12 @@ def test_a_servers_own_word_on_the_algorithm_is_told_to_have_no_effect() -> None
     assert vain(run, run) == ""
     other = config_with({"algorithm.loss": "cispo"})
     assert vain(other, run) == "loss = cispo (the run has gspo)"
-    several = config_with({"algorithm.group_size": 8, "algorithm.kl": {"coefficient": 0.1}})
-    assert vain(several, run).startswith("group_size = 8 (the run has 2), kl = {'coefficient': 0.1")
+    several = config_with(
+        {"algorithm.group_size": 8, "algorithm.kl": {"coefficient": 0.1}}
+    )
+    assert vain(several, run).startswith(
+        "group_size = 8 (the run has 2), kl = {'coefficient': 0.1"
+    )
 
 
 def test_a_server_that_says_nothing_of_the_algorithm_is_told_nothing() -> None:

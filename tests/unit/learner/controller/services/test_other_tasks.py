@@ -50,15 +50,23 @@ class Scene:
         self.withdrawn.append(cause)
 
     def report(self, session: ServerSession, digest: str, num_tasks: int = 5) -> None:
-        report = fleet_pb2.EnvironmentReport(environment="e", num_tasks=num_tasks, digest=digest)
+        report = fleet_pb2.EnvironmentReport(
+            environment="e", num_tasks=num_tasks, digest=digest
+        )
         self.servicer.environment_reported(session, report)
 
     @property
     def told(self) -> list[str]:
-        return [event.text for event in self.run.events.kept() if "environment e" in event.text]
+        return [
+            event.text
+            for event in self.run.events.kept()
+            if "environment e" in event.text
+        ]
 
 
-LEASE = kinds.GroupLease("g0", "e", number=3, task=2, seed=7, deadline=1, server="s", epoch=1)
+LEASE = kinds.GroupLease(
+    "g0", "e", number=3, task=2, seed=7, deadline=1, server="s", epoch=1
+)
 
 
 def tasks(digest: str) -> kinds.Tasks:
@@ -68,7 +76,11 @@ def tasks(digest: str) -> kinds.Tasks:
 def test_a_resumed_run_with_the_same_tasks_goes_on() -> None:
     scene = Scene(tasks("abc"), LEASE)
     scene.report(joined(scene.fleet, "a"), "abc")
-    assert (scene.entry.counts.next_number, scene.told, scene.journal.records) == (4, [], [])
+    assert (scene.entry.counts.next_number, scene.told, scene.journal.records) == (
+        4,
+        [],
+        [],
+    )
 
 
 def test_a_resumed_run_with_other_tasks_says_so_and_begins_them_afresh() -> None:
@@ -103,8 +115,12 @@ def test_a_process_with_other_tasks_cannot_run_the_environment(is_same: bool) ->
     scene.report(first, "abc")
     second = first if is_same else joined(scene.fleet, "b")
     scene.report(second, "def")
-    where = "in another process of this server" if is_same else "on other rollout servers"
-    assert scene.entry.failed_on[second.key].startswith(f"it has other tasks than {where}")
+    where = (
+        "in another process of this server" if is_same else "on other rollout servers"
+    )
+    assert scene.entry.failed_on[second.key].startswith(
+        f"it has other tasks than {where}"
+    )
     assert second.key not in scene.entry.loaded_on
     assert scene.entry.counts.digest == "abc"
 

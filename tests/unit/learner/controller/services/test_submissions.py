@@ -21,13 +21,25 @@ from support.rigs.publishing_scene import joined, run_of
 
 SUSPENDED = environment_pb2.ENVIRONMENT_STATE_SUSPENDED
 
-OWN = {"name": "own", "reference": "ours:Sums", "num_workers": 200, "python": "bin/python"}
+OWN = {
+    "name": "own",
+    "reference": "ours:Sums",
+    "num_workers": 200,
+    "python": "bin/python",
+}
 
 
 def submitted(name: str, **fields: Any) -> environment_pb2.EnvironmentSpec:
-    values = {"reference": "ours:Sums", "weight": 1.0, "timeout_s": 1.0, "num_workers": 1}
+    values = {
+        "reference": "ours:Sums",
+        "weight": 1.0,
+        "timeout_s": 1.0,
+        "num_workers": 1,
+    }
     purpose = trajectory_pb2.EPISODE_PURPOSE_TRAINING
-    return environment_pb2.EnvironmentSpec(name=name, purpose=purpose, **values | fields)
+    return environment_pb2.EnvironmentSpec(
+        name=name, purpose=purpose, **values | fields
+    )
 
 
 def orders(session: ServerSession) -> list[fleet_pb2.EnvironmentOrder]:
@@ -54,7 +66,9 @@ def submissions(**sections: Any) -> tuple[EnvironmentServicer, EnvironmentBook, 
     ids=["loopback", "off loopback", "a list"],
 )
 @pytest.mark.parametrize("field", ["python", "search_path"])
-def test_an_allowed_module_is_started_from_the_runs_own_place_alone(field, sections) -> None:
+def test_an_allowed_module_is_started_from_the_runs_own_place_alone(
+    field, sections
+) -> None:
     servicer, book, _ = submissions(**sections)
     own_value = getattr(book.entries["own"].spec, field)
     assert own_value.startswith("/")
@@ -74,12 +88,21 @@ def test_a_run_without_environments_has_its_working_directory() -> None:
 
 
 def test_the_settings_allow_further_places() -> None:
-    servicer, _, _ = submissions(security={"submitted_paths": ["/theirs", "venvs/b/bin/python"]})
+    servicer, _, _ = submissions(
+        security={"submitted_paths": ["/theirs", "venvs/b/bin/python"]}
+    )
     own_python = f"{os.getcwd()}/venvs/b/bin/python"
-    assert servicer._problem(submitted("a", search_path="/theirs", python=own_python)) == ""
+    assert (
+        servicer._problem(submitted("a", search_path="/theirs", python=own_python))
+        == ""
+    )
     for path in ("/theirs/below", "theirs", f"{own_python}3"):
-        assert "security.submitted_paths" in servicer._problem(submitted("a", search_path=path))
-        assert "security.submitted_paths" in servicer._problem(submitted("a", python=path))
+        assert "security.submitted_paths" in servicer._problem(
+            submitted("a", search_path=path)
+        )
+        assert "security.submitted_paths" in servicer._problem(
+            submitted("a", python=path)
+        )
 
 
 def test_submitted_environments_share_a_number_of_workers() -> None:
@@ -151,14 +174,18 @@ def test_what_an_earlier_start_allowed_is_judged_again() -> None:
     ]
 
 
-def test_a_submission_that_another_release_journaled_ends_the_resume_in_one_line() -> None:
+def test_a_submission_that_another_release_journaled_ends_the_resume_in_one_line() -> (
+    None
+):
     servicer, _, _ = submissions()
     history = RunHistory()
     history.submitted["late"] = '{"name": "late", "reference": "ours:Sums", "gpus": 2}'
     with pytest.raises(ProtocolError) as caught:
         servicer.restore(history)
     line = str(caught.value)
-    assert line.startswith("the submitted environment late is of another release: Message type ")
+    assert line.startswith(
+        "the submitted environment late is of another release: Message type "
+    )
     assert '"gpus"' in line
     assert "\n" not in line
 
@@ -182,7 +209,9 @@ def test_readers_do_not_see_the_arguments_of_an_environment() -> None:
         ),
     ],
 )
-def test_an_environment_that_was_suspended_keeps_its_adapter(adapter: str, problem: str) -> None:
+def test_an_environment_that_was_suspended_keeps_its_adapter(
+    adapter: str, problem: str
+) -> None:
     lora = {"rank": 2, "publish": "adapters", "adapters": ["code", "math"]}
     run = run_of(lora=lora)
     books = books_of(run)
@@ -201,7 +230,9 @@ def test_an_environment_that_was_suspended_keeps_its_adapter(adapter: str, probl
         ("os:Sums", "security.submitted_modules has no os, only ours"),
     ],
 )
-def test_clients_submit_only_modules_that_the_run_allows(reference: str, problem: str) -> None:
+def test_clients_submit_only_modules_that_the_run_allows(
+    reference: str, problem: str
+) -> None:
     servicer, _, _ = submissions(security={"submitted_modules": ["ours"]})
     assert servicer._problem(submitted("e", reference=reference)) == problem
 

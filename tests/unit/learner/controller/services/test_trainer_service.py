@@ -165,7 +165,9 @@ async def test_a_step_that_came_out_different_is_told() -> None:
     assert not [event for event in run.events.kept() if "different" in event.text]
     servicer._former.made = PolicyVersion(1, 1)  # type: ignore[attr-defined]
     await servicer.ReportStep(was, Call(1))
-    (warning,) = [event.text for event in run.events.kept() if "different" in event.text]
+    (warning,) = [
+        event.text for event in run.events.kept() if "different" in event.text
+    ]
     assert warning == (
         "step 1 came out different when it was trained again: its weights are version 1/1 now, "
         "and are sent again"
@@ -200,7 +202,9 @@ def hello_of(step: int) -> trainer_pb2.TrainerHello:
     )
 
 
-async def test_a_trainer_whose_batches_went_is_sent_for_the_newest_checkpoint(tmp_path) -> None:
+async def test_a_trainer_whose_batches_went_is_sent_for_the_newest_checkpoint(
+    tmp_path,
+) -> None:
     run = run_of(run={"name": "r", "steps": 9, "dir": str(tmp_path)})
     run.progress.reached(PolicyVersion(0, 3))
     servicer = new_servicer(run)
@@ -217,7 +221,9 @@ async def test_a_trainer_whose_batches_went_is_sent_for_the_newest_checkpoint(tm
     assert refusal.value.reason == Reason.WRONG_STATE.value
 
 
-async def test_batches_that_go_while_a_trainer_waits_for_its_place_are_no_news_to_it() -> None:
+async def test_batches_that_go_while_a_trainer_waits_for_its_place_are_no_news_to_it() -> (
+    None
+):
     run = run_of()
     servicer = new_servicer(run)
     servicer._former.missing = "the batch of step 1"  # type: ignore[attr-defined]
@@ -245,7 +251,9 @@ async def test_a_failure_of_who_has_no_place_fails_no_run_whose_trainer_lives() 
     assert run.progress.unheard_failure == ""
 
 
-async def test_a_failure_of_who_has_no_place_is_the_run_s_if_no_trainer_is_heard_of() -> None:
+async def test_a_failure_of_who_has_no_place_is_the_run_s_if_no_trainer_is_heard_of() -> (
+    None
+):
     run = run_of()
     run.clock = clock = SetClock()
     run.progress = RunProgress(run, "r-1")
@@ -296,7 +304,9 @@ async def test_a_model_that_no_step_has_changed_is_called_untrained(num_steps, w
         await servicer.ReportStep(trainer_pb2.StepReport(step=step), Call(1))
     run.progress.stop("enough")
     await servicer.Finish(trainer_pb2.TrainerGoodbye(export_path="final"), Call(1))
-    assert [event.text for event in run.events.kept()][-1] == f"the {what} model lies in final"
+    assert [event.text for event in run.events.kept()][
+        -1
+    ] == f"the {what} model lies in final"
     assert servicer.goodbye is not None and not run.progress.has_failed
 
 
@@ -331,7 +341,9 @@ async def test_a_place_that_is_not_kept_is_free_after_a_while() -> None:
     clock.time_s = RESERVED_S - 0.1
     other = trainer_pb2.TrainerHello(process="host far, process 7")
     for _ in range(2):
-        with pytest.raises(Refused, match="host here, process 1 has the place in this run"):
+        with pytest.raises(
+            Refused, match="host here, process 1 has the place in this run"
+        ):
             await place.check_free(other, Call())
     (warning,) = [event.text for event in run.events.kept()]
     waits = "a second trainer, of host far, process 7, waits: the trainer of host "
@@ -360,11 +372,15 @@ async def test_a_place_is_kept_for_as_long_as_a_stream_is_open() -> None:
             await late
 
 
-async def test_who_waits_for_an_order_gets_none_when_another_trainer_takes_the_place() -> None:
+async def test_who_waits_for_an_order_gets_none_when_another_trainer_takes_the_place() -> (
+    None
+):
     run = run_of()
     servicer = NoOrder(run, None, None, None, ())  # type: ignore[arg-type]
     context = Call(servicer.place.take(HELLO, Call()))
-    waiting = asyncio.create_task(anext(servicer.Next(trainer_pb2.NextRequest(), context)))
+    waiting = asyncio.create_task(
+        anext(servicer.Next(trainer_pb2.NextRequest(), context))
+    )
     while not servicer.num_asked:
         await asyncio.sleep(0)
     servicer.place.take(HELLO, Call())
@@ -401,7 +417,9 @@ async def test_a_second_process_of_a_name_is_turned_away_with_one_event() -> Non
     for _ in range(2):
         with pytest.raises(Refused):
             await servicer._check_name_is_free(hello, Call())  # type: ignore[arg-type]
-    messages = [event.text for event in run.events.kept() if "on there, waits" in event.text]
+    messages = [
+        event.text for event in run.events.kept() if "on there, waits" in event.text
+    ]
     assert len(messages) == 1
 
 
@@ -411,4 +429,6 @@ def test_a_wait_for_the_share_of_an_environment_is_named() -> None:
     assert _batch_wait(book, [group, group]) == (
         "2 groups of slow, which belong to the shares of step 1"
     )
-    assert _batch_wait(book, []) == "groups for step 1: 0 of 2 are complete, 1 are leased"
+    assert (
+        _batch_wait(book, []) == "groups for step 1: 0 of 2 are complete, 1 are leased"
+    )

@@ -66,12 +66,16 @@ def batch() -> FormedBatch:
     batch = make_batch(0, num_groups=3, group_size=2, vocab_size=8, max_tokens=9)
     message = trainer_pb2.RecordedBatch(
         header=trainer_pb2.BatchHeader(step=0, batch_id="b0"),
-        trajectories=[trajectory_to_pb(trajectory) for trajectory in batch.trajectories],
+        trajectories=[
+            trajectory_to_pb(trajectory) for trajectory in batch.trajectories
+        ],
     )
     return from_contents(message)
 
 
-def test_a_group_without_some_of_its_members_is_told_as_it_is(batch: FormedBatch) -> None:
+def test_a_group_without_some_of_its_members_is_told_as_it_is(
+    batch: FormedBatch,
+) -> None:
     del batch.groups[1].finished[0]
     batch.groups[1].failed.add(0)
     read = from_contents(batch.contents)
@@ -85,9 +89,13 @@ def test_a_group_without_some_of_its_members_is_told_as_it_is(batch: FormedBatch
 def test_chunks_are_within_their_bytes_and_never_empty(batch, messages_each):
     limit = int(messages_each * max(m.ByteSize() for m in batch.contents.trajectories))
     parts = [list(chunk.trajectories) for chunk in chunks(batch, chunk_bytes=limit)]
-    assert [message for part in parts for message in part] == list(batch.contents.trajectories)
+    assert [message for part in parts for message in part] == list(
+        batch.contents.trajectories
+    )
     assert all(part for part in parts)
-    assert all(len(part) == 1 or sum(m.ByteSize() for m in part) <= limit for part in parts)
+    assert all(
+        len(part) == 1 or sum(m.ByteSize() for m in part) <= limit for part in parts
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,7 +124,9 @@ def make_group(number: int) -> Group:
         0, num_groups=1, group_size=2, vocab_size=8, max_tokens=8
     ).trajectories
     group_id = GroupId(f"g{number:06d}")
-    finished = {t.member: dataclasses.replace(t, group_id=group_id) for t in trajectories}
+    finished = {
+        t.member: dataclasses.replace(t, group_id=group_id) for t in trajectories
+    }
     return plain_group(
         group_id=group_id, task_index=number, seed=0, deadline_step=0, finished=finished
     )
@@ -135,7 +145,10 @@ def records(*more: dict) -> list[dict]:
         for number, group in enumerate(BATCH.groups)
     ]
     groups = [group.group_id for group in BATCH.groups]
-    sizes = {"trajectories": len(BATCH.trajectories), "tokens": [["server", 1, 8 * TOKENS]]}
+    sizes = {
+        "trajectories": len(BATCH.trajectories),
+        "tokens": [["server", 1, 8 * TOKENS]],
+    }
     batch = batch_record(0, *groups, **sizes)
     return [start, *leases, batch, *more]
 
@@ -151,7 +164,9 @@ def test_a_batch_id_tells_how_many_of_its_step_were_set_aside() -> None:
         "b000016-1",
         "b000016-12",
     ]
-    assert [attempt_of(name) for name in ("b000016", "b000016-1", "b000016-12", "b0")] == [
+    assert [
+        attempt_of(name) for name in ("b000016", "b000016-1", "b000016-12", "b0")
+    ] == [
         0,
         1,
         12,
@@ -177,30 +192,46 @@ def test_a_group_of_another_batch_is_refused() -> None:
 
 def test_history_closes_the_ledger_of_what_is_over_and_opens_what_waits() -> None:
     history = read_history(records(aside("g000003")))
-    assert (history.next_step, history.batches, history.set_aside_in_a_row) == (0, {}, 1)
+    assert (history.next_step, history.batches, history.set_aside_in_a_row) == (
+        0,
+        {},
+        1,
+    )
     assert [batch.batch_id for batch in history.set_aside] == ["b000000"]
     assert history.ends[TrajectoryEnd.SET_ASIDE] == TOKENS
     assert history.servers.count(ServerKey(ServerId("server"), 1)).received == TOKENS
     assert set(history.put_back) == set(history.open_groups)
     assert set(history.put_back) == {g.group_id for g in BATCH.groups} - {"g000003"}
     assert {group.deadline_step for group in history.open_groups.values()} == {0}
-    assert (history.environments["e"].accepted, history.environments["e"].failed) == (0, 1)
+    assert (history.environments["e"].accepted, history.environments["e"].failed) == (
+        0,
+        1,
+    )
     ids = {t.trajectory_id for t in BATCH.groups[3].in_order()}
     assert all(trajectory_id in history.ended for trajectory_id in ids)
     assert history.trained_in.get(GroupId("g000003")) is None
 
 
-async def test_a_step_that_is_made_again_does_not_begin_the_count_anew(tmp_path: Path) -> None:
+async def test_a_step_that_is_made_again_does_not_begin_the_count_anew(
+    tmp_path: Path,
+) -> None:
     # Otherwise a trainer that goes back to its checkpoint after each fault would never reach the
     # limit.
     async with asyncio.TaskGroup() as tasks:
         with Journal(tmp_path) as journal:
             books = books_of(run_of(), journal=journal)
-            step = {"kind": "step", "step": 0, "version": [0, 1], "digest": "ab", "several": 0}
+            step = {
+                "kind": "step",
+                "step": 0,
+                "version": [0, 1],
+                "digest": "ab",
+                "several": 0,
+            }
             faulty = [
                 lease_record("g000008", 8),
                 batch_record(1, "g000008"),
-                aside() | {"step": 1, "batch_id": "b000001", "groups": [], "put_back": []},
+                aside()
+                | {"step": 1, "batch_id": "b000001", "groups": [], "put_back": []},
             ]
             for record in records(step | {"lags": []}, *faulty):
                 books.state.apply(parsed(record))
@@ -253,12 +284,17 @@ async def test_the_journal_gets_the_weights_that_a_trainer_brings_and_what_they_
     async with asyncio.TaskGroup() as tasks:
         with Journal(tmp_path) as journal:
             lags = sorted(BATCH.token_lags.items())
-            rows = [r | {"lags": lags} if r["kind"] == "step" else r for r in records(*earlier)]
+            rows = [
+                r | {"lags": lags} if r["kind"] == "step" else r
+                for r in records(*earlier)
+            ]
             for record in rows:
                 journal.append(parsed(record))
             books = books_of(run_of(), journal=journal, state=read_history(rows))
             former = BatchFormer(books, tasks)
-            assert former.identify(PolicyVersion(*version), digest) == PolicyVersion(*found)
+            assert former.identify(PolicyVersion(*version), digest) == PolicyVersion(
+                *found
+            )
             await former.adopt(PolicyVersion(*version), digest)
             journal.sync()
         got = list(read_records(tmp_path))[len(rows) :]
@@ -266,7 +302,9 @@ async def test_the_journal_gets_the_weights_that_a_trainer_brings_and_what_they_
     assert all(record["lags"] == [list(lag) for lag in lags] for record in got)
 
 
-async def test_steps_that_a_client_orders_are_set_aside_again_and_again(tmp_path: Path) -> None:
+async def test_steps_that_a_client_orders_are_set_aside_again_and_again(
+    tmp_path: Path,
+) -> None:
     adam = trainer_pb2.AdamNumbers(learning_rate=1.0)
     order = StepOrder(trainer_pb2.GivenStep(id="s:1:optim_step", adam=adam))
     async with asyncio.TaskGroup() as tasks:
@@ -285,7 +323,14 @@ def test_the_users_word_begins_the_count_anew() -> None:
 
 
 def test_history_refuses_to_set_a_trained_batch_aside() -> None:
-    step = {"kind": "step", "step": 0, "version": [0, 1], "digest": "d", "lags": [], "several": 0}
+    step = {
+        "kind": "step",
+        "step": 0,
+        "version": [0, 1],
+        "digest": "d",
+        "lags": [],
+        "several": 0,
+    }
     with pytest.raises(ProtocolError, match="does not wait for the trainer"):
         read_history(records(step, aside()))
     with pytest.raises(ProtocolError, match="does not wait for the trainer"):
@@ -293,8 +338,12 @@ def test_history_refuses_to_set_a_trained_batch_aside() -> None:
     assert RunHistory().set_aside == []
 
 
-@pytest.mark.parametrize(("per_step", "max_staleness"), itertools.product((1, 2, 3), (0, 1, 2)))
-def test_groups_that_are_put_back_keep_the_invariant(per_step: int, max_staleness: int) -> None:
+@pytest.mark.parametrize(
+    ("per_step", "max_staleness"), itertools.product((1, 2, 3), (0, 1, 2))
+)
+def test_groups_that_are_put_back_keep_the_invariant(
+    per_step: int, max_staleness: int
+) -> None:
     for num_back in range(per_step + 1):
         book = book_of(groups_per_step=per_step, max_staleness=max_staleness)
         lease_all(book, served_step=0)
@@ -341,19 +390,27 @@ async def test_ends_that_a_crash_cut_off_are_made_up_for(tmp_path: Path) -> None
             written = {"crc32": journal.write_batch(BATCH.contents).crc32}
             holder = {"server": "server", "epoch": 1}
             more = [aside("g000003"), closed, end | holder]
-            earlier = [r | written if r["kind"] == "batch" else r for r in records(*more)]
+            earlier = [
+                r | written if r["kind"] == "batch" else r for r in records(*more)
+            ]
             history = read_history(earlier)
             books = books_of(run, journal=journal)
             books.leases.restore(history)
             BatchFormer(books, tasks).restore(history)
             journal.sync()
         (made_up,) = read_records(tmp_path)
-    assert (made_up["kind"], made_up["id"], made_up["end"]) == ("end", cut_off, "cancelled")
+    assert (made_up["kind"], made_up["id"], made_up["end"]) == (
+        "end",
+        cut_off,
+        "cancelled",
+    )
     assert len(books.leases.groups) == 6
     assert all(group.is_complete for group in books.leases.groups.values())
     # After the next batch nobody reads the file again.
     groups = [*history.open_groups]
-    later = read_history([*earlier, made_up, batch_record(0, *groups, batch_id="b000000-1")])
+    later = read_history(
+        [*earlier, made_up, batch_record(0, *groups, batch_id="b000000-1")]
+    )
     assert later.put_back == {}
 
 
@@ -367,7 +424,9 @@ def lease_all(book: LeaseBook, *, served_step: int) -> int:
 
 
 def saved(version: int) -> trainer_pb2.CheckpointReport:
-    return trainer_pb2.CheckpointReport(version=trajectory_pb2.PolicyVersion(step=version))
+    return trainer_pb2.CheckpointReport(
+        version=trajectory_pb2.PolicyVersion(step=version)
+    )
 
 
 class SlowJournal(Journal):
@@ -417,14 +476,21 @@ async def test_a_batch_that_is_being_written_is_not_missing(tmp_path: Path) -> N
             assert former.first_missing(0) == journal.path(0)
 
 
-def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_path: Path) -> None:
+def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(
+    tmp_path: Path,
+) -> None:
     # A batch that was set aside has put a trajectory back into its group before.
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
     with Journal(tmp_path) as journal:
         books = books_of(run, journal=journal)
         group = books.leases.lease("served", 0, 0, ServerKey("s", 1), 0)
         trajectory = dataclasses.replace(
-            GOOD, group_id=group.group_id, member=0, environment="served", task_index=0, seed=0
+            GOOD,
+            group_id=group.group_id,
+            member=0,
+            environment="served",
+            task_index=0,
+            seed=0,
         )
         books.leases.add(trajectory)
         intake = Intake(run, books)
@@ -439,13 +505,18 @@ def test_what_a_group_holds_ends_when_its_environment_does_not_come_again(tmp_pa
     ("rewards", "solved"),
     [
         ({"a": [1.0] * MOST_FILTERED_BATCHES}, f"a: {MOST_FILTERED_BATCHES} of"),
-        ({"b": [1.0] * 10, "a": [1.0] * 10}, "a: 10 of 10 solved, mean reward 1; b: 10 of 10"),
+        (
+            {"b": [1.0] * 10, "a": [1.0] * 10},
+            "a: 10 of 10 solved, mean reward 1; b: 10 of 10",
+        ),
         # A single group that is not solved is no success.
         ({"b": [1.0] * 30, "a": [0.5, 1.0]}, ""),
         ({"a": [0.0] * MOST_FILTERED_BATCHES}, ""),
     ],
 )
-def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(rewards, solved):
+def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(
+    rewards, solved
+):
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
     books = books_of(run)
     for name, rewards_of_one in rewards.items():
@@ -457,10 +528,14 @@ def test_a_task_is_solved_when_all_groups_that_teach_nothing_have_full_rewards(r
     assert progress.has_failed is not bool(solved)
     assert progress.cause.startswith("the task is solved") is bool(solved)
     message = "(a: 1 of 2 solved, mean reward 0.75; b: 30 of 30 solved, mean reward 1)"
-    assert (solved or (message if "b" in rewards else "(a: 0 of 20 solved")) in progress.cause
+    assert (
+        solved or (message if "b" in rewards else "(a: 0 of 20 solved")
+    ) in progress.cause
 
 
-def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_the_run() -> None:
+def test_groups_that_are_left_out_while_a_batch_waits_or_is_written_do_not_end_the_run() -> (
+    None
+):
     run = run_of(algorithm={"group_size": 2, "groups_per_step": 1, "max_staleness": 1})
     books = books_of(run)
     intake = Intake(run, books)
@@ -508,7 +583,9 @@ def test_rewards_lags_lengths_turns_and_times_of_a_batch():
     spans = (VersionSpan(6, old), VersionSpan(3, new))
     batch = batch_of(
         3,
-        trajectory(1.0, 3, 5, 2, 4, generation_s=3.0, environment_s=0.5, version_spans=spans),
+        trajectory(
+            1.0, 3, 5, 2, 4, generation_s=3.0, environment_s=0.5, version_spans=spans
+        ),
         trajectory(
             -2.0,
             7,
@@ -559,7 +636,11 @@ def test_each_environment_has_its_own_means():
         trajectory(0.0, 1, 1, metrics={"right": 0.0}),
         trajectory(5.0, 1, 1, environment="f"),
     ]
-    assert environment_means(batch) == {"e/reward": 0.5, "e/right": 0.5, "f/reward": 5.0}
+    assert environment_means(batch) == {
+        "e/reward": 0.5,
+        "e/right": 0.5,
+        "f/reward": 5.0,
+    }
 
 
 def test_rewards_of_the_first_turns_are_means_over_the_episodes_that_have_them():
@@ -580,7 +661,9 @@ def test_rewards_of_the_first_turns_are_means_over_the_episodes_that_have_them()
         "e/turn_rewards/2": 1.75,
         "e/turn_rewards/3": -2.0,
     }
-    assert [n for n in names if n[0] != "e"] == [f"g/turn_rewards/{n}" for n in range(1, 9)]
+    assert [n for n in names if n[0] != "e"] == [
+        f"g/turn_rewards/{n}" for n in range(1, 9)
+    ]
 
 
 def test_the_rewards_of_named_branches_are_means_over_the_episodes_that_have_them():
@@ -588,7 +671,9 @@ def test_the_rewards_of_named_branches_are_means_over_the_episodes_that_have_the
     judge = Branch(2, name="judge", reward=0.5)
     batch = [
         trajectory(0.0, 1, 1, 1, 1, 1, 1, branches=(player, judge, player)),
-        trajectory(1.0, 1, 1, 1, 1, branches=(Branch(2, name="player", reward=0.0), Branch(2))),
+        trajectory(
+            1.0, 1, 1, 1, 1, branches=(Branch(2, name="player", reward=0.0), Branch(2))
+        ),
     ]
     assert environment_means(batch) == {
         "e/branch_rewards/player": 0.5,
@@ -605,7 +690,9 @@ def test_no_metric_of_an_environment_has_a_name_of_the_table(tmp_path):
     branches = (Branch(2, name="a", reward=1.0), Branch(2))
     batch = [
         trajectory(1.0, 1, 1, 1, 1, token_rewards=earned),
-        trajectory(1.0, 1, 1, 1, 1, branches=branches, metrics={"dropped_metrics": 1.0}),
+        trajectory(
+            1.0, 1, 1, 1, 1, branches=branches, metrics={"dropped_metrics": 1.0}
+        ),
     ]
     table = environment_means(batch) | equal_rewards([batch], config_of(tmp_path))
     names = [name.partition("/")[2] for name in table if "/" in name]
@@ -619,16 +706,19 @@ def test_what_is_counted_is_0_in_the_episodes_that_do_not_name_it():
         trajectory(0.0, 1, 1, metrics={"ignored/temperature": 4.0}),
     ]
     means = {"ignored/temperature": 2.0, "right": 1.0}
-    assert environment_means(batch) == {f"e/{name}": mean for name, mean in means.items()} | {
-        "e/reward": 0.5
-    }
+    assert environment_means(batch) == {
+        f"e/{name}": mean for name, mean in means.items()
+    } | {"e/reward": 0.5}
 
 
 def test_groups_with_equal_rewards_are_counted_for_each_environment(tmp_path: Path):
     groups = [
         [trajectory(1.0, 1, 1), trajectory(0.0, 1, 1)],
         [trajectory(1.0, 1, 1), trajectory(1.0, 1, 1)],
-        [trajectory(0.0, 1, 1, environment="f"), trajectory(0.0, 1, 1, environment="f")],
+        [
+            trajectory(0.0, 1, 1, environment="f"),
+            trajectory(0.0, 1, 1, environment="f"),
+        ],
     ]
     assert equal_rewards(groups, config_of(tmp_path)) == {
         "equal_rewards_fraction": pytest.approx(2 / 3),

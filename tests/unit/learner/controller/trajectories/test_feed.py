@@ -35,7 +35,11 @@ def episode() -> Trajectory:
 
 def test_a_judge_that_fails_is_told_once_and_counted() -> None:
     scene = Scene()
-    for metrics in ({"judge_timeout": 0.0}, *2 * [{"judge_timeout": 1.0}], {"right": 0.0}):
+    for metrics in (
+        {"judge_timeout": 0.0},
+        *2 * [{"judge_timeout": 1.0}],
+        {"right": 0.0},
+    ):
         scene.note(**metrics)
     assert scene.told == [
         "environment e: the judge took too long for a reply, which then earned 0; summary.json "
@@ -54,7 +58,10 @@ def test_many_unread_replies_are_told_with_how_many_were_cut() -> None:
         f"environment e: 75% of the last {LOOKED_AT} replies hold no answer that the judge can "
         "read, and 25% were cut at a length limit"
     )
-    numbers = {"truncated_episodes": LOOKED_AT // 4, "unreadable_replies": LOOKED_AT * 3 // 4}
+    numbers = {
+        "truncated_episodes": LOOKED_AT // 4,
+        "unreadable_replies": LOOKED_AT * 3 // 4,
+    }
     assert scene.feed.summary() == {"e": {"episodes": LOOKED_AT, **numbers}}
 
 
@@ -68,7 +75,9 @@ def test_half_of_the_replies_unread_is_no_event() -> None:
 def test_replies_of_an_evaluation_are_not_looked_at() -> None:
     scene = Scene()
     for _ in range(2 * LOOKED_AT):
-        unread = replace(episode(), purpose=Purpose.EVALUATION, metrics={"readable": 0.0})
+        unread = replace(
+            episode(), purpose=Purpose.EVALUATION, metrics={"readable": 0.0}
+        )
         scene.feed.note(unread)
     assert not scene.told
 
@@ -89,7 +98,9 @@ def test_replies_that_stopped_at_no_end_are_told_once_with_their_number() -> Non
     for _ in range(2):
         scene.note(replies_without_end=3.0)
     (message,) = scene.told
-    assert message.startswith("environment e: 3 replies of an episode stopped at none of the ends")
+    assert message.startswith(
+        "environment e: 3 replies of an episode stopped at none of the ends"
+    )
     assert scene.feed.summary() == {"e": {"episodes": 2, "replies_without_end": 6}}
 
 

@@ -70,7 +70,9 @@ def test_a_trajectory_is_judged_by_the_promise_of_the_run_not_by_the_bound_of_ne
     assert inspector.num_quarantined == quarantined
 
 
-@pytest.mark.parametrize(("adapter", "cause"), [("math", ""), ("", "adapter '' sampled it")])
+@pytest.mark.parametrize(
+    ("adapter", "cause"), [("math", ""), ("", "adapter '' sampled it")]
+)
 def test_what_another_adapter_sampled_is_quarantined(tmp_path, adapter, cause):
     is_taken, run, inspector = inspected(tmp_path, serves="math", adapter=adapter)
     assert is_taken != bool(cause)
@@ -78,14 +80,20 @@ def test_what_another_adapter_sampled_is_quarantined(tmp_path, adapter, cause):
     assert cause in " ".join(event.text for event in run.events.kept())
 
 
-def test_a_late_trajectory_of_a_withdrawn_group_is_not_held_against_its_server(tmp_path):
+def test_a_late_trajectory_of_a_withdrawn_group_is_not_held_against_its_server(
+    tmp_path,
+):
     # The client that served it came back with another adapter; its groups were withdrawn.
-    is_taken, _, inspector = inspected(tmp_path, serves="code", adapter="math", group_id="g000001")
+    is_taken, _, inspector = inspected(
+        tmp_path, serves="code", adapter="math", group_id="g000001"
+    )
     assert is_taken
     assert inspector.num_quarantined == 0
 
 
-def test_a_server_that_produces_nothing_else_ends_the_run_where_it_is_the_last(tmp_path) -> None:
+def test_a_server_that_produces_nothing_else_ends_the_run_where_it_is_the_last(
+    tmp_path,
+) -> None:
     is_taken, run, inspector = inspected(tmp_path, before=MAX_IN_A_ROW - 1)
     # The good one in between begins the count again.
     assert is_taken

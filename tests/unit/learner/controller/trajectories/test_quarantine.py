@@ -15,10 +15,18 @@ ID = TrajectoryId("g7.1.2.f")
 
 def test_a_claim_is_read_as_far_as_it_goes() -> None:
     message = trajectory_pb2.Trajectory(
-        server_id="b", server_epoch=3, run_lengths=[4, 5, 6, 7], will_retry=True, run_id="r"
+        server_id="b",
+        server_epoch=3,
+        run_lengths=[4, 5, 6, 7],
+        will_retry=True,
+        run_id="r",
     )
     data = message.SerializeToString()
-    assert read_claim(Delivery(ID, data), KNOWN, largest_bytes=1 << 20) == (KEY, 12, True)
+    assert read_claim(Delivery(ID, data), KNOWN, largest_bytes=1 << 20) == (
+        KEY,
+        12,
+        True,
+    )
     assert TrajectoryName.parse(ID) == TrajectoryName(GroupId("g7"), 1, 2, 0xF)
     server, *_ = read_claim(Delivery(ID, data), ServerEpochs(), largest_bytes=1 << 20)
     assert server == ServerKey(ServerId("b"), 3)
@@ -37,7 +45,8 @@ def test_a_claim_of_more_tokens_than_a_trajectory_can_have_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "g", "g.1.2", "g.1.2.xyz", "g.-1.2.f", "g.1.2.f.3", "g.1.2.f\n", ".1.2.f"]
+    "text",
+    ["", "g", "g.1.2", "g.1.2.xyz", "g.-1.2.f", "g.1.2.f.3", "g.1.2.f\n", ".1.2.f"],
 )
 def test_what_is_no_id_of_a_trajectory_has_no_name(text: str) -> None:
     assert TrajectoryName.parse(text) is None

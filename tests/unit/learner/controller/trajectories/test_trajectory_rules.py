@@ -5,7 +5,10 @@ import numpy as np
 import pytest
 from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.algorithm_section import KlSection
-from slipstream.core.settings.role_sections import ReferenceSection, ReferenceServerSection
+from slipstream.core.settings.role_sections import (
+    ReferenceSection,
+    ReferenceServerSection,
+)
 from slipstream.core.types import (
     Branch,
     PolicyVersion,
@@ -52,7 +55,9 @@ def fault_of(
     run = copy.copy(RUN)
     kl = KlSection(coefficient=0.0 if reference is None else 0.1)
     algorithm = RUN.config.algorithm.model_copy(update={"kl": kl})
-    run.config = RUN.config.model_copy(update={"reference": reference, "algorithm": algorithm})
+    run.config = RUN.config.model_copy(
+        update={"reference": reference, "algorithm": algorithm}
+    )
     books = books_of(run)
     books.fleet.epochs.join(KEY)
     inspector = Inspector(run, books, run_again=nothing)
@@ -75,7 +80,10 @@ def sampled_by(incarnation: int, step: int) -> dict[str, object]:
     [
         ({"server_epoch": 0xE}, "no rollout server a ever had the epoch e"),
         ({"images": (b"1", b"2")}, "it has 2 images, sampling.max_images is 1"),
-        ({"images": (b"1234",)}, "it has an image of 4 bytes, sampling.max_image_bytes is 3"),
+        (
+            {"images": (b"1234",)},
+            "it has an image of 4 bytes, sampling.max_image_bytes is 3",
+        ),
         ({"server_id": ServerId("b")}, "no rollout server b ever had the epoch f"),
         (sampled_by(0, 8), "version 8 sampled it, the newest is 7/1"),
         (sampled_by(2, 7), "version 7/2 sampled it, the newest is 7/1"),
@@ -98,10 +106,16 @@ def sampled_by(incarnation: int, step: int) -> dict[str, object]:
         ({"seed": 5}, "it is about another task than g was leased for"),
         ({"environment": "f"}, "it is about another task than g was leased for"),
         ({"task_index": 0}, "it is about another task than g was leased for"),
-        ({"purpose": Purpose.EVALUATION}, "it is about another task than g was leased for"),
+        (
+            {"purpose": Purpose.EVALUATION},
+            "it is about another task than g was leased for",
+        ),
         ({"attempt": 3}, "attempt 3 of g, which was leased for attempts 0 to 2"),
         ({"member": 2}, "g has 2 members, not a member 2"),
-        (sampled_by(1, 5), "version 5 sampled a token that step 9 may train, max_staleness is 2"),
+        (
+            sampled_by(1, 5),
+            "version 5 sampled a token that step 9 may train, max_staleness is 2",
+        ),
     ],
 )
 def test_what_contradicts_the_run_is_named(changes: dict, cause: str) -> None:
@@ -125,12 +139,24 @@ def tree(*lengths: int) -> Trajectory:
     ("lengths", "changes", "cause"),
     [
         ((60, 4, 31, 1), {}, ""),
-        ((60, 4, 64, 1), {}, "branch 2 has 65 tokens, sampling.max_episode_tokens is 64"),
-        ((60, 4, 32, 1), {}, "its branches have 97 tokens, sampling.max_total_tokens is 96"),
+        (
+            (60, 4, 64, 1),
+            {},
+            "branch 2 has 65 tokens, sampling.max_episode_tokens is 64",
+        ),
+        (
+            (60, 4, 32, 1),
+            {},
+            "its branches have 97 tokens, sampling.max_total_tokens is 96",
+        ),
         ((1, 1, 1, 1, 1, 1), {}, "it has 3 branches, sampling.max_branches is 2"),
         ((4, 4, 4, 0), {}, "branch 2 has no sampled token"),
         ((4, 4, 4, 0), {"status": Status.CANCELLED}, ""),
-        ((64, 1), {"branches": ()}, "it has 65 tokens, sampling.max_episode_tokens is 64"),
+        (
+            (64, 1),
+            {"branches": ()},
+            "it has 65 tokens, sampling.max_episode_tokens is 64",
+        ),
     ],
 )
 def test_branches_have_limits_one_by_one_and_together(lengths, changes, cause):
@@ -152,7 +178,9 @@ def test_replies_of_all_branches_count_as_turns() -> None:
 
 def test_an_evaluated_episode_may_be_of_any_version() -> None:
     group = dataclasses.replace(GROUP, purpose=Purpose.EVALUATION)
-    trajectory = dataclasses.replace(GOOD, purpose=Purpose.EVALUATION, **sampled_by(0, 1))
+    trajectory = dataclasses.replace(
+        GOOD, purpose=Purpose.EVALUATION, **sampled_by(0, 1)
+    )
     assert fault_of(trajectory, group) == ""
 
 
@@ -177,9 +205,17 @@ def scored(top_k: int, largest: int) -> dict[str, object]:
     [
         ([1, 9], POLICY, ""),
         ([1, 9], None, "it has a teacher's prompt in a run without a reference model"),
-        ([1, 10], POLICY, "token 10 of its teacher's prompt is outside the vocabulary of 10"),
+        (
+            [1, 10],
+            POLICY,
+            "token 10 of its teacher's prompt is outside the vocabulary of 10",
+        ),
         ([1] * 62, POLICY, ""),
-        ([1] * 63, POLICY, "its reference reads 65 tokens, sampling.max_episode_tokens is 64"),
+        (
+            [1] * 63,
+            POLICY,
+            "its reference reads 65 tokens, sampling.max_episode_tokens is 64",
+        ),
     ],
 )
 def test_a_teacher_reads_what_the_run_allows(
@@ -198,12 +234,22 @@ def test_a_teacher_reads_what_the_run_allows(
         ({}, 0, "it lacks the log-probabilities of reference.server"),
         ({"purpose": Purpose.EVALUATION}, 2, ""),
         ({"status": Status.CANCELLED}, 2, ""),
-        (scored(2, 9), 3, "it has 2 likely tokens of a reference, reference.top_k is 3"),
-        (scored(2, 9), None, "it has 2 likely tokens of a reference, reference.top_k is not set"),
+        (
+            scored(2, 9),
+            3,
+            "it has 2 likely tokens of a reference, reference.top_k is 3",
+        ),
+        (
+            scored(2, 9),
+            None,
+            "it has 2 likely tokens of a reference, reference.top_k is not set",
+        ),
         (scored(2, 10), 2, "token 10 of its reference is outside the vocabulary of 10"),
     ],
 )
-def test_a_trajectory_has_what_the_runs_reference_says(changes, top_k, cause: str) -> None:
+def test_a_trajectory_has_what_the_runs_reference_says(
+    changes, top_k, cause: str
+) -> None:
     server = ReferenceServerSection(base_url="http://there/v1", model="m")
     reference = None if top_k is None else ReferenceSection(server=server, top_k=top_k)
     trajectory = dataclasses.replace(GOOD, **changes)

@@ -51,7 +51,9 @@ def gradient(found: TokenLoss, policy: Tensor) -> list[float]:
 
 @pytest.mark.parametrize("weight", ["token", "sequence", "none"])
 @pytest.mark.parametrize("loss", ["reinforce", "ppo"])
-def test_tokens_that_no_policy_sampled_have_a_ratio_of_one(weight: str, loss: str) -> None:
+def test_tokens_that_no_policy_sampled_have_a_ratio_of_one(
+    weight: str, loss: str
+) -> None:
     policy = torch.tensor([-1.0, -3.0], requires_grad=True)
     batch = micro_batch([math.nan, math.nan], [1.0, 0.5], lags=[0, 2])
     found = loss_of(policy, batch, algorithm(loss=loss, weight=weight))
@@ -66,7 +68,11 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
     behavior = [-1.0 - math.log(1.5), -1.0 - math.log(4), 0.0]
     policy = torch.full((3,), -1.0)
     batch = micro_batch(
-        behavior, [2.0, -1.0, 9.0], [True, True, False], lags=[0, 9, 0], reference=[-2.0, -1.0, 3.0]
+        behavior,
+        [2.0, -1.0, 9.0],
+        [True, True, False],
+        lags=[0, 9, 0],
+        reference=[-2.0, -1.0, 3.0],
     )
     loss = loss_of(policy, batch)
     sums = of_all_steps(loss.statistics)
@@ -104,7 +110,9 @@ def test_statistics_are_sums_over_the_trained_tokens() -> None:
 def test_masks_and_clips_are_counted() -> None:
     # Ratios to the proximal policy 1.5, 0.5, 9; proximal to behavior 1, 1, 10.
     policy = torch.tensor([math.log(1.5), math.log(0.5), math.log(9)])
-    batch = micro_batch([0.0, 0.0, -math.log(10)], [1.0, -1.0, -1.0], sequence_ids=[0, 0, 1])
+    batch = micro_batch(
+        [0.0, 0.0, -math.log(10)], [1.0, -1.0, -1.0], sequence_ids=[0, 0, 1]
+    )
     settings = algorithm(
         loss_args={"dual_clip": 3.0},
         weight_args={"token_band": [0.5, 1.9], "sequence_band": [0.5, 9.0]},
@@ -132,14 +140,20 @@ def test_ratio_to_the_behavior_policy_clips_in_the_first_mini_batch_too() -> Non
     assert gradient(proximal, policy) == pytest.approx([-1.0, -1.0])
 
 
-def test_reinforce_is_weighted_by_the_present_policy_in_later_mini_batches_too() -> None:
+def test_reinforce_is_weighted_by_the_present_policy_in_later_mini_batches_too() -> (
+    None
+):
     policy = torch.tensor([math.log(1.5)], requires_grad=True)
     settings = algorithm(loss="reinforce", weight_args={"to": "present"})
-    loss = loss_of(policy, micro_batch([0.0]), settings, old=torch.tensor([math.log(0.1)]))
+    loss = loss_of(
+        policy, micro_batch([0.0]), settings, old=torch.tensor([math.log(0.1)])
+    )
     assert gradient(loss, policy) == pytest.approx([-1.5])
 
 
-def test_divergence_in_the_loss_pulls_towards_the_reference_with_the_same_weight() -> None:
+def test_divergence_in_the_loss_pulls_towards_the_reference_with_the_same_weight() -> (
+    None
+):
     # Weight 1.5; k2 = (log 2)^2 / 2 with slope log 2. No advantage: only the divergence acts.
     policy = torch.tensor([-1.0, -1.0], requires_grad=True)
     reference = [-1.0 - math.log(2), -1.0 + math.log(2)]
@@ -154,7 +168,9 @@ def test_divergence_in_the_loss_pulls_towards_the_reference_with_the_same_weight
 def test_divergence_in_the_reward_is_no_part_of_the_loss() -> None:
     policy = torch.tensor([-1.0], requires_grad=True)
     batch = micro_batch([-1.0], reference=[-3.0])
-    settings = algorithm(kl={"coefficient": 0.1, "placement": "reward", "estimator": "k1"})
+    settings = algorithm(
+        kl={"coefficient": 0.1, "placement": "reward", "estimator": "k1"}
+    )
     assert gradient(loss_of(policy, batch, settings), policy) == [-1.0]
 
 
@@ -179,7 +195,9 @@ def test_entropy_bonus_raises_the_entropy() -> None:
 
 def test_weights_of_the_aggregation_multiply_every_part_of_the_loss() -> None:
     policy = torch.tensor([-1.0, -1.0])
-    settings = algorithm(entropy_coefficient=0.5, kl={"coefficient": 1.0, "estimator": "k2"})
+    settings = algorithm(
+        entropy_coefficient=0.5, kl={"coefficient": 1.0, "estimator": "k2"}
+    )
     plain = micro_batch([-1.0, -1.0], reference=[-2.0, -2.0])
     heavy = micro_batch([-1.0, -1.0], reference=[-2.0, -2.0], loss_weights=[3.0, 0.0])
     single = loss_of(policy, plain, settings).loss.item() / 2
@@ -189,7 +207,9 @@ def test_weights_of_the_aggregation_multiply_every_part_of_the_loss() -> None:
 
 @pytest.mark.parametrize("settings", [USUAL, algorithm(**BEHAVIOR)])
 @pytest.mark.parametrize("gap", [-1e3, 1e3])
-def test_log_ratios_of_any_size_give_finite_losses_gradients_and_statistics(gap, settings):
+def test_log_ratios_of_any_size_give_finite_losses_gradients_and_statistics(
+    gap, settings
+):
     batch = micro_batch([0.0], [-1.0], reference=[0.0])
     for old in (None, torch.zeros(1)):
         policy = torch.tensor([gap], requires_grad=True)
@@ -208,7 +228,9 @@ def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
         weight="sequence",
         weight_args={"token_band": [0.5, 2.0], "sequence_band": [0.5, 2.0]},
     )
-    batch = with_tensors(micro_batch([-1.0] * 3, reference=[-1.0] * 3), lambda t: t.to("meta"))
+    batch = with_tensors(
+        micro_batch([-1.0] * 3, reference=[-1.0] * 3), lambda t: t.to("meta")
+    )
     policy = torch.zeros(3, device="meta", requires_grad=True)
     found = loss_of(policy, batch, settings, old=policy.detach(), entropy=policy)
     found.loss.backward()
@@ -217,9 +239,13 @@ def test_everything_stays_on_the_device_of_the_micro_batch(loss: str) -> None:
 
 
 @pytest.mark.parametrize("estimator", ["forward_top_k", "reverse_top_k"])
-def test_the_divergence_over_likely_tokens_weighs_and_masks_like_the_loss(estimator: str) -> None:
+def test_the_divergence_over_likely_tokens_weighs_and_masks_like_the_loss(
+    estimator: str,
+) -> None:
     settings = algorithm(
-        advantage="none", kl={"coefficient": 2.0, "estimator": estimator}, loss="reinforce"
+        advantage="none",
+        kl={"coefficient": 2.0, "estimator": estimator},
+        loss="reinforce",
     )
     torch.manual_seed(0)
     # The columns of a token: the sampled token, then the reference's two likely ones.
@@ -271,7 +297,9 @@ def found(behavior: list[float], lags: list[int]):
 def test_step_adds_up_its_mini_batches() -> None:
     step = StepStatistics(columns=COLUMNS)
     # Ratios 1 and 4 (cut to 2), then 1: weights 1, 2, 1.
-    assert step.add([found([0.0, -math.log(4)], [0, 1])], OneRank()) == pytest.approx(-3)
+    assert step.add([found([0.0, -math.log(4)], [0, 1])], OneRank()) == pytest.approx(
+        -3
+    )
     assert step.add([found([0.0], [0])], OneRank()) == pytest.approx(-1)
     metrics = step.metrics()
     assert metrics["loss"] == pytest.approx(-4 / 3)
@@ -299,7 +327,9 @@ def test_metrics_of_sampled_tokens_leave_out_given_ones() -> None:
     alone = StepStatistics(columns=COLUMNS)
     beside = StepStatistics(columns=COLUMNS)
     alone.add([found([0.1, -math.log(4)], [0, 1])], OneRank())
-    beside.add([found([math.nan, 0.1, -math.log(4), math.nan], [0, 0, 1, 1])], OneRank())
+    beside.add(
+        [found([math.nan, 0.1, -math.log(4), math.nan], [0, 0, 1, 1])], OneRank()
+    )
     ours = beside.metrics()
     theirs = alone.metrics()
     assert (ours.pop("trained_tokens"), theirs.pop("trained_tokens")) == (4, 2)
@@ -333,7 +363,12 @@ def test_a_step_without_sampled_tokens_compares_no_policies() -> None:
     metrics = step.metrics()
     assert metrics["trained_tokens"] == 2
     assert metrics["logprob_gap_tokens"] == 0
-    compared = {"importance_weight_mean", "effective_sample_size", "kl", "importance_ratio_max"}
+    compared = {
+        "importance_weight_mean",
+        "effective_sample_size",
+        "kl",
+        "importance_ratio_max",
+    }
     assert not metrics.keys() & (compared | {"logprob_gap_mean", "logprob_gap_max"})
 
 

@@ -30,7 +30,9 @@ from support.fakes.small_configs import small_config
 def said(logprobs: np.ndarray) -> ReferenceLogprobs:
     """What a reference says of sampled tokens alone."""
     nothing = np.zeros((len(logprobs), 0))
-    return ReferenceLogprobs(logprobs, nothing.astype(np.uint32), nothing.astype(np.float32))
+    return ReferenceLogprobs(
+        logprobs, nothing.astype(np.uint32), nothing.astype(np.float32)
+    )
 
 
 def config(**algorithm):
@@ -38,14 +40,18 @@ def config(**algorithm):
     if algorithm.get("advantage") == "gae":
         tables["critic"] = {"learning_rate": 1e-3}
     sampling = {"max_reply_tokens": 10, "max_episode_tokens": 64}
-    return small_config(algorithm={"group_size": 3} | algorithm, sampling=sampling, **tables)
+    return small_config(
+        algorithm={"group_size": 3} | algorithm, sampling=sampling, **tables
+    )
 
 
 def batch(rewards: list[float], truncated: tuple[int, ...] = ()) -> Batch:
     batch = make_batch(0, num_groups=2, group_size=3, vocab_size=9, max_tokens=20)
     changed = [
         dataclasses.replace(
-            t, reward=reward, status=Status.TRUNCATED if i in truncated else Status.COMPLETED
+            t,
+            reward=reward,
+            status=Status.TRUNCATED if i in truncated else Status.COMPLETED,
         )
         for i, (t, reward) in enumerate(zip(batch.trajectories, rewards, strict=True))
     ]
@@ -62,9 +68,13 @@ def advantages(sequences) -> list[float]:
     return found
 
 
-def test_the_advantage_that_is_told_is_the_mean_of_a_trajectorys_trained_tokens() -> None:
+def test_the_advantage_that_is_told_is_the_mean_of_a_trajectorys_trained_tokens() -> (
+    None
+):
     batch_made = batch([0, 1, 2, 5, 5, 8], truncated=(2,))
-    two = dataclasses.replace(tree((1, 3), (1.0, 0.5), 0.0), group_id=batch_made.group_ids[0])
+    two = dataclasses.replace(
+        tree((1, 3), (1.0, 0.5), 0.0), group_id=batch_made.group_ids[0]
+    )
     batch_made = Batch(0, batch_made.batch_id, (two, *batch_made.trajectories[1:]))
     sequences = training_sequences(
         batch_made, config(advantage="dr_grpo", leave_out_truncated=True)
@@ -80,11 +90,15 @@ def test_the_advantage_that_is_told_is_the_mean_of_a_trajectorys_trained_tokens(
 def test_reports_of_episodes_are_collected() -> None:
     reports: dict[str, list[float]] = {}
     settings = config(reward="support.fakes.own_grpo:reward")
-    training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), settings, reports=reports)
+    training_sequences(
+        batch([0, 1, 2, 5, 5, 8], truncated=(2,)), settings, reports=reports
+    )
     assert reports == {"own_reward": [0, 1, 2, 5, 5, 8]}
 
 
-def tree(sampled: tuple[int, ...], shares: tuple[float, ...], reward: float) -> Trajectory:
+def tree(
+    sampled: tuple[int, ...], shares: tuple[float, ...], reward: float
+) -> Trajectory:
     """A branch for each number of sampled tokens, behind two tokens of context."""
     trajectory = make_batch(
         0, num_groups=1, group_size=1, vocab_size=9, max_tokens=20
@@ -102,7 +116,9 @@ def tree(sampled: tuple[int, ...], shares: tuple[float, ...], reward: float) -> 
     )
 
 
-def test_each_branch_is_a_sequence_with_the_episodes_advantage_times_its_share() -> None:
+def test_each_branch_is_a_sequence_with_the_episodes_advantage_times_its_share() -> (
+    None
+):
     plain = batch([0, 1, 2, 5, 5, 8])
     of_group = dataclasses.replace(tree((3, 1, 2), (1.0, 0.5, -2.0), 2.0), member=2)
     of_group = dataclasses.replace(of_group, group_id=plain.group_ids[2])
@@ -129,14 +145,19 @@ def test_each_branch_is_a_sequence_with_the_episodes_advantage_times_its_share()
     ]
 
 
-def test_a_single_branch_is_trained_as_an_episode_without_branches_bit_for_bit() -> None:
+def test_a_single_branch_is_trained_as_an_episode_without_branches_bit_for_bit() -> (
+    None
+):
     plain = batch([0, 1, 2, 5, 5, 8])
     copies = [
-        dataclasses.replace(t, branches=(Branch(len(t.run_lengths)),)) for t in plain.trajectories
+        dataclasses.replace(t, branches=(Branch(len(t.run_lengths)),))
+        for t in plain.trajectories
     ]
     settings = config(advantage="reinforce_pp")
     first = training_sequences(plain, settings)
-    second = training_sequences(dataclasses.replace(plain, trajectories=tuple(copies)), settings)
+    second = training_sequences(
+        dataclasses.replace(plain, trajectories=tuple(copies)), settings
+    )
     for sequence, other in zip(first, second, strict=True):
         for name in ("token_ids", "loss_mask", "behavior_logprobs", "lags"):
             assert getattr(sequence, name).tobytes() == getattr(other, name).tobytes()
@@ -147,32 +168,43 @@ def test_overlong_filter_takes_all_branches_of_an_episode_out_of_the_loss() -> N
     cut = dataclasses.replace(tree((3, 1), (1.0, 1.0), 2.0), status=Status.TRUNCATED)
     mixed = Batch(0, "batch", (cut, *batch([0, 1, 2, 5, 5, 8]).trajectories))
     sequences = training_sequences(mixed, config(leave_out_truncated=True))
-    assert [bool(sequence.loss_mask.any()) for sequence in sequences] == [False, False] + [True] * 6
+    assert [bool(sequence.loss_mask.any()) for sequence in sequences] == [
+        False,
+        False,
+    ] + [True] * 6
 
 
 def test_estimates_of_other_models_are_cut_into_branches() -> None:
     batch = Batch(0, "batch", (tree((3, 2), (1.0, 1.0), 1.0),))
     values = np.array([1, 2, 3, 4, 5], dtype=np.float32)
     settings = config(advantage="gae", advantage_args={"lam": 1, "normalize": False})
-    first, second = training_sequences(batch, settings, [ModelEstimates(said(values), values)])
+    first, second = training_sequences(
+        batch, settings, [ModelEstimates(said(values), values)]
+    )
     for known in (first.values, first.reference_logprobs):
         assert known.tolist() == [0, 1, 2, 3, 0]
     assert second.values.tolist() == [0, 4, 5, 0]
     assert second.returns[1:3].tolist() == [1.0, 1.0]
 
 
-def test_overlong_filter_takes_episodes_out_of_the_loss_and_out_of_their_groups_mean() -> None:
+def test_overlong_filter_takes_episodes_out_of_the_loss_and_out_of_their_groups_mean() -> (
+    None
+):
     settings = config(advantage="dr_grpo", leave_out_truncated=True)
     sequences = training_sequences(batch([0, 1, 2, 5, 5, 8], truncated=(2,)), settings)
     assert not sequences[2].loss_mask.any()
-    assert advantages(sequences[:2] + sequences[3:]) == pytest.approx([-0.5, 0.5, -1, -1, 2])
+    assert advantages(sequences[:2] + sequences[3:]) == pytest.approx(
+        [-0.5, 0.5, -1, -1, 2]
+    )
     all_sequences = training_sequences(
         batch([0, 1, 2, 5, 5, 8], truncated=(2,)), config(advantage="dr_grpo")
     )
     assert advantages(all_sequences)[:3] == pytest.approx([-1, 0, 1])
 
 
-def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_reference() -> None:
+def test_divergence_in_the_reward_costs_what_the_sampler_diverged_from_the_reference() -> (
+    None
+):
     equal_batch = batch([0, 0, 0, 0, 0, 0])
     # The reference is log 2 less sure of the first episode's tokens: k1 costs 0.1 * log 2 for each.
     estimates = [
@@ -198,7 +230,9 @@ def test_weights_of_the_loss_belong_to_the_mini_batch() -> None:
     for half in halves:
         total = sum(counts[i] for i in half)
         for i in half:
-            assert weighted_sequences[i].loss_weight == pytest.approx(total / (3 * counts[i]))
+            assert weighted_sequences[i].loss_weight == pytest.approx(
+                total / (3 * counts[i])
+            )
     fixed = weighted(sequences, whole, [range(6)], config(aggregation="fixed"))
     assert fixed[0].loss_weight == pytest.approx(sum(counts) / (6 * 10))
 
@@ -223,7 +257,9 @@ def test_each_side_is_compared_with_the_same_side_of_its_group() -> None:
         sided((0.0, 20.0, 0.0, None), names, reward=6.0),
     )
     sequences = training_sequences(group, config(advantage="dr_grpo"))
-    assert advantages(sequences) == pytest.approx([2, -10, 2, -2, -1, 10, -1, -1, -1, 0, -1, 3])
+    assert advantages(sequences) == pytest.approx(
+        [2, -10, 2, -2, -1, 10, -1, -1, -1, 0, -1, 3]
+    )
     sequences = training_sequences(group, config(advantage="rloo"))
     assert advantages(sequences) == pytest.approx(
         [3, -15, 3, -3, -1.5, 15, -1.5, -1.5, -1.5, 0, -1.5, 4.5]
@@ -232,7 +268,9 @@ def test_each_side_is_compared_with_the_same_side_of_its_group() -> None:
 
 def test_a_side_that_only_some_members_have_is_compared_among_these() -> None:
     group = group_of(
-        sided((1.0, 4.0), ("a", "b")), sided((3.0,), ("a",)), sided((5.0, 8.0), ("a", "b"))
+        sided((1.0, 4.0), ("a", "b")),
+        sided((3.0,), ("a",)),
+        sided((5.0, 8.0), ("a", "b")),
     )
     sequences = training_sequences(group, config(advantage="dr_grpo"))
     assert advantages(sequences) == pytest.approx([-2, -2, 0, 2, 2])
@@ -243,7 +281,9 @@ def test_values_and_returns_of_a_side_are_those_of_its_tokens() -> None:
     values = np.array([0, 1, 2, 3, 4, 5], dtype=np.float32)
     gae: JsonValue = {"lam": 1.0, "normalize": False}
     sequences = training_sequences(
-        group, config(advantage="gae", advantage_args=gae), [ModelEstimates(values=values)]
+        group,
+        config(advantage="gae", advantage_args=gae),
+        [ModelEstimates(values=values)],
     )
     first, second, third = (
         sequence.advantages[sequence.loss_mask].tolist() for sequence in sequences
@@ -258,7 +298,8 @@ def test_one_reward_for_all_sides_trains_as_the_episodes_own_bit_for_bit() -> No
     for advantage in ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline", "score"):
         settings = config(advantage=advantage)
         first, second = (
-            training_sequences(batch_of_group, settings) for batch_of_group in (plain, group)
+            training_sequences(batch_of_group, settings)
+            for batch_of_group in (plain, group)
         )
         for sequence, other in zip(first, second, strict=True):
             assert sequence.advantages.tobytes() == other.advantages.tobytes()
@@ -270,7 +311,9 @@ BY_TURN: dict[str, JsonValue] = {
 }
 
 
-def earning(*earned: float, branches: tuple[Branch, ...] = (), reward: float | None = None):
+def earning(
+    *earned: float, branches: tuple[Branch, ...] = (), reward: float | None = None
+):
     """An episode of turns of 1, 2 and 1 tokens, two tokens of context before each."""
     total = float(np.sum(earned)) if reward is None else reward
     return dataclasses.replace(
@@ -299,14 +342,18 @@ def test_rewards_of_turns_reach_the_tokens_of_their_turns() -> None:
     batch = packed(sequences, [2, 0, 1])
     ours = batch.advantages[batch.loss_mask].tolist()
     assert ours == pytest.approx([*expected[2], *expected[0], *expected[1]], abs=1e-6)
-    backwards = training_sequences(Batch(0, "b", group.trajectories[::-1]), config(**BY_TURN))
+    backwards = training_sequences(
+        Batch(0, "b", group.trajectories[::-1]), config(**BY_TURN)
+    )
     for sequence, same in zip(sequences, backwards[::-1], strict=True):
         assert sequence.advantages == pytest.approx(same.advantages, abs=1e-6)
 
 
 def test_a_change_of_the_reward_counts_at_the_end() -> None:
     settings = config(reward="support.fakes.own_grpo:halved", **BY_TURN)
-    sequences = training_sequences(group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 0)), settings)
+    sequences = training_sequences(
+        group_of(earning(1, 0, 4, 0), earning(0, 0, 0, 0)), settings
+    )
     # 5 became 2.5, so the last turn lost 2.5: returns 2.5, 1.5, -2.5 and 0, 0, 0.
     assert by_prediction(sequences)[0] == pytest.approx([1.25, 0.75, 0.75, -1.25])
 
@@ -322,29 +369,47 @@ def test_turns_of_branches_and_sides_are_compared_with_their_like() -> None:
     assert advantages == [[2, 1.5, 1.5], [1], [-2, -1.5, -1.5], [-1]]
     # Branches that share a reward: what the second earned follows the first.
     shared = (Branch(4), Branch(2))
-    group = group_of(earning(1, 0, 4, 3, branches=shared), earning(0, 0, 1, 1, branches=shared))
+    group = group_of(
+        earning(1, 0, 4, 3, branches=shared), earning(0, 0, 1, 1, branches=shared)
+    )
     advantages = by_prediction(training_sequences(group, config(**BY_TURN)))
     assert advantages == [[3, 2.5, 2.5], [1], [-3, -2.5, -2.5], [-1]]
 
 
-@pytest.mark.parametrize("advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "score"])
+@pytest.mark.parametrize(
+    "advantage", ["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline", "score"]
+)
 def test_what_compares_episodes_has_the_bits_of_their_sums(advantage: str) -> None:
     spread = group_of(earning(1, 0, 4, 0.25), earning(0, 0, 0, 2), earning(0, 2, 0, 0))
     summed = [dataclasses.replace(t, token_rewards=None) for t in spread.trajectories]
     settings = config(advantage=advantage)
-    first, second = (training_sequences(b, settings) for b in (spread, group_of(*summed)))
+    first, second = (
+        training_sequences(b, settings) for b in (spread, group_of(*summed))
+    )
     for values, other in zip(first, second, strict=True):
         assert values.advantages.tobytes() == other.advantages.tobytes()
 
 
 def test_a_turn_says_what_was_read_before_it_and_what_was_sampled() -> None:
     own_grpo.SEEN.clear()
-    nothing = dataclasses.replace(earning(0, 0, 0, 0), run_lengths=(2, 1, 2, 0, 2, 2, 2, 1))
+    nothing = dataclasses.replace(
+        earning(0, 0, 0, 0), run_lengths=(2, 1, 2, 0, 2, 2, 2, 1)
+    )
     nothing = dataclasses.replace(nothing, token_ids=np.arange(12, dtype=np.uint32))
-    training_sequences(group_of(nothing), config(advantage="support.fakes.own_grpo:seen"))
+    training_sequences(
+        group_of(nothing), config(advantage="support.fakes.own_grpo:seen")
+    )
     (episode,) = own_grpo.SEEN
-    assert [turn.span for turn in episode.turns] == [slice(0, 1), slice(1, 3), slice(3, 4)]
-    assert [turn.context.tolist() for turn in episode.turns] == [[0, 1], [3, 4, 5, 6], [9, 10]]
+    assert [turn.span for turn in episode.turns] == [
+        slice(0, 1),
+        slice(1, 3),
+        slice(3, 4),
+    ]
+    assert [turn.context.tolist() for turn in episode.turns] == [
+        [0, 1],
+        [3, 4, 5, 6],
+        [9, 10],
+    ]
     assert [turn.reply.tolist() for turn in episode.turns] == [[2], [7, 8], [11]]
     with pytest.raises(ValueError, match="read-only"):
         episode.turns[0].context[0] = 1

@@ -54,7 +54,8 @@ def test_each_adapter_has_the_groups_that_it_sampled() -> None:
     batch = replace(
         batch,
         trajectories=tuple(
-            replace(t, adapter=names[place // 2]) for place, t in enumerate(batch.trajectories)
+            replace(t, adapter=names[place // 2])
+            for place, t in enumerate(batch.trajectories)
         ),
     )
     parts = batch.by_adapter(["code", "idle", "math"])
@@ -65,7 +66,9 @@ def test_each_adapter_has_the_groups_that_it_sampled() -> None:
         groups[:2] + groups[4:6],
     ]
     assert {(part.step, part.batch_id) for _, part in parts} == {(3, batch.batch_id)}
-    with pytest.raises(RunFailed, match="is of adapter 'math', but lora.adapters are 'code'"):
+    with pytest.raises(
+        RunFailed, match="is of adapter 'math', but lora.adapters are 'code'"
+    ):
         batch.by_adapter(["code"])
 
 
@@ -76,7 +79,9 @@ def test_a_batch_without_adapters_is_one_part() -> None:
 
 def batch_of(step: int, *spans: tuple[VersionSpan, ...]) -> Batch:
     """One trajectory for each entry of `spans`, which also say how many tokens it has sampled."""
-    batch = make_batch(step, num_groups=1, group_size=len(spans), vocab_size=8, max_tokens=9)
+    batch = make_batch(
+        step, num_groups=1, group_size=len(spans), vocab_size=8, max_tokens=9
+    )
     return replace(
         batch,
         trajectories=tuple(
@@ -113,7 +118,8 @@ def test_lag_up_to_max_staleness_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spans", "lag"), [(((span(1, 7),), (span(2, 4), span(1, 7))), 3), (((span(1, 8),),), -1)]
+    ("spans", "lag"),
+    [(((span(1, 7),), (span(2, 4), span(1, 7))), 3), (((span(1, 8),),), -1)],
 )
 def test_token_of_an_older_or_a_later_version_is_refused(spans, lag):
     with pytest.raises(StalenessError, match=f"lag of {lag}"):
@@ -129,7 +135,9 @@ def changed(batch: Batch, **fields: dict[int, object]) -> Batch:
     trajectories = list(batch.trajectories)
     for name, values in fields.items():
         for index, value in values.items():
-            trajectories[index] = dataclasses.replace(trajectories[index], **{name: value})
+            trajectories[index] = dataclasses.replace(
+                trajectories[index], **{name: value}
+            )
     return dataclasses.replace(batch, trajectories=tuple(trajectories))
 
 
@@ -149,15 +157,21 @@ def test_a_batch_that_can_be_trained_passes() -> None:
 def test_the_padded_length_must_fit() -> None:
     longest = max(len(t.token_ids) for t in BATCH.trajectories)
     check_data(BATCH, max_tokens=longest, multiple=1, vocab_size=32)
-    with pytest.raises(UntrainableBatch, match="does not fit learner.micro_batch_tokens") as error:
+    with pytest.raises(
+        UntrainableBatch, match="does not fit learner.micro_batch_tokens"
+    ) as error:
         check_data(BATCH, max_tokens=longest, multiple=longest - 1, vocab_size=32)
-    trajectory_ids = {t.trajectory_id for t in BATCH.trajectories if len(t.token_ids) == longest}
+    trajectory_ids = {
+        t.trajectory_id for t in BATCH.trajectories if len(t.token_ids) == longest
+    }
     assert set(error.value.trajectory_ids) == trajectory_ids
 
 
 def test_tokens_outside_the_vocabulary_are_named() -> None:
     largest = [int(t.token_ids.max()) for t in BATCH.trajectories]
-    with pytest.raises(UntrainableBatch, match=f"token {max(largest)} is outside") as error:
+    with pytest.raises(
+        UntrainableBatch, match=f"token {max(largest)} is outside"
+    ) as error:
         check_data(BATCH, max_tokens=24, multiple=1, vocab_size=max(largest))
     indices = [index for index, token in enumerate(largest) if token == max(largest)]
     assert error.value.trajectory_ids == ids(*indices)
@@ -182,7 +196,9 @@ def test_a_branch_must_fit_and_not_the_episode() -> None:
     longest = max(trees.lengths)
     assert longest < total
     check_data(trees, max_tokens=longest, multiple=1, vocab_size=32)
-    with pytest.raises(UntrainableBatch, match=f"a sequence of {longest} tokens") as error:
+    with pytest.raises(
+        UntrainableBatch, match=f"a sequence of {longest} tokens"
+    ) as error:
         check_data(trees, max_tokens=longest - 1, multiple=1, vocab_size=32)
     long = [o for o, n in zip(trees.owners, trees.lengths, strict=True) if n == longest]
     assert error.value.trajectory_ids == ids(*dict.fromkeys(long))
@@ -191,5 +207,7 @@ def test_a_branch_must_fit_and_not_the_episode() -> None:
 def test_an_episode_is_named_once_whichever_of_its_branches_are_faulty() -> None:
     trees = with_branches(BATCH, vocab_size=32, max_tokens=24)
     owner = next(o for o in trees.owners if trees.owners.count(o) > 1)
-    places = [place for place, place_owner in enumerate(trees.owners) if place_owner == owner]
+    places = [
+        place for place, place_owner in enumerate(trees.owners) if place_owner == owner
+    ]
     assert untrainable(trees, places, "why").trajectory_ids == ids(owner)

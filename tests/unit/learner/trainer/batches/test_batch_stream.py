@@ -8,7 +8,11 @@ import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import RoutedExperts
 from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.batch_stream import on_every_rank, read_order, read_stored
+from slipstream.learner.trainer.batches.batch_stream import (
+    on_every_rank,
+    read_order,
+    read_stored,
+)
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import batch_order, make_batch
@@ -71,7 +75,9 @@ SOURCES = pytest.mark.parametrize("read", [from_wire, from_file])
 
 
 @SOURCES
-def test_a_rank_keeps_the_experts_of_what_it_trains_and_all_else_of_every_trajectory(read):
+def test_a_rank_keeps_the_experts_of_what_it_trains_and_all_else_of_every_trajectory(
+    read,
+):
     batch = read(BATCH)
     assert batch.recorded_here == {1, 4}
     pairs = zip(batch.trajectories, BATCH.trajectories, strict=True)
@@ -121,8 +127,14 @@ def with_first_experts_of(trajectory: int) -> list[pb.Directive]:
     ("messages", "cause"),
     [
         (order_of(BATCH)[:-1], "the experts of 6 trajectories did not come"),
-        (with_first_experts_of(6), "experts of trajectory 6 came twice, or unannounced"),
-        (with_first_experts_of(2), "experts of trajectory 2 came twice, or unannounced"),
+        (
+            with_first_experts_of(6),
+            "experts of trajectory 6 came twice, or unannounced",
+        ),
+        (
+            with_first_experts_of(2),
+            "experts of trajectory 2 came twice, or unannounced",
+        ),
         (with_first_experts_of(1), "the checksum|must have"),
         ([*order_of(BATCH), order_of(BATCH)[1]], "trajectories came behind experts"),
         (
@@ -180,7 +192,9 @@ def test_a_single_order_is_one_broadcast():
     wire = Wire()
     ranks = SimpleNamespace(world_size=2, broadcast_bytes=wire.first)
     order = [pb.Directive(wait=pb.WaitOrder())]
-    assert read_order(on_every_rank(order, ranks), of_second_and_fifth) == pb.WaitOrder()
+    assert (
+        read_order(on_every_rank(order, ranks), of_second_and_fifth) == pb.WaitOrder()
+    )
     assert len(wire.sent) == 1
 
 

@@ -35,7 +35,9 @@ def test_plan_deals_every_sequence_once_within_the_budget_and_equally_often(
     assert len({len(share) for share in plan}) == 1
     assert len(plan[0]) % multiple == 0
     assert len(plan[0]) >= 1
-    members = [index for share in plan for micro_batch in share for index in micro_batch]
+    members = [
+        index for share in plan for micro_batch in share for index in micro_batch
+    ]
     assert sorted(members) == list(range(len(lengths)))
     for share in plan:
         for micro_batch in share:
@@ -43,7 +45,8 @@ def test_plan_deals_every_sequence_once_within_the_budget_and_equally_often(
 
 
 @given(
-    lengths=st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60), dp_size=st.integers(1, 4)
+    lengths=st.lists(st.integers(1, MAX_TOKENS), min_size=1, max_size=60),
+    dp_size=st.integers(1, 4),
 )
 def test_plan_needs_at_most_twice_the_fewest_possible_micro_batches(lengths, dp_size):
     plan = plan_micro_batches(lengths, max_tokens=MAX_TOKENS, dp_size=dp_size)
@@ -53,7 +56,10 @@ def test_plan_needs_at_most_twice_the_fewest_possible_micro_batches(lengths, dp_
 def test_long_sequence_costs_more_than_short_ones_of_as_many_tokens() -> None:
     lengths = [10, 4, 4, 4, 4]
     # Costs by tokens are 10 + 4 and 3 * 4; with attention 10 + 50 against 4 * (4 + 8).
-    assert plan_micro_batches(lengths, max_tokens=99, dp_size=2) == [[[0, 4]], [[1, 2, 3]]]
+    assert plan_micro_batches(lengths, max_tokens=99, dp_size=2) == [
+        [[0, 4]],
+        [[1, 2, 3]],
+    ]
     plan = plan_micro_batches(lengths, max_tokens=99, dp_size=2, attention_length=2.0)
     assert plan == [[[0]], [[1, 2, 3, 4]]]
 
@@ -62,7 +68,10 @@ def test_budget_comes_before_balance() -> None:
     # Costs alone would put all five short sequences together.
     lengths = [9, 4, 4, 4, 4, 4]
     plan = plan_micro_batches(lengths, max_tokens=17, dp_size=2, attention_length=0.5)
-    assert sorted(sum(lengths[i] for i in m) for share in plan for m in share) == [13, 16]
+    assert sorted(sum(lengths[i] for i in m) for share in plan for m in share) == [
+        13,
+        16,
+    ]
 
 
 def test_first_fit_decides_where_levelling_needs_more_micro_batches() -> None:
@@ -73,7 +82,11 @@ def test_first_fit_decides_where_levelling_needs_more_micro_batches() -> None:
 
 
 def test_plan_of_fewer_sequences_than_ranks_leaves_empty_micro_batches() -> None:
-    assert sorted(plan_micro_batches([7], max_tokens=10, dp_size=3)) == [[[]], [[]], [[0]]]
+    assert sorted(plan_micro_batches([7], max_tokens=10, dp_size=3)) == [
+        [[]],
+        [[]],
+        [[0]],
+    ]
 
 
 def test_sequence_that_no_micro_batch_can_hold_is_refused() -> None:
@@ -104,7 +117,8 @@ def test_lognormal_lengths_fill_the_micro_batches_and_level_the_ranks(
     assert work.num_lines < 60 * number
     assert sum(lengths) >= fill * max_tokens * dp_size * len(plan[0])
     loads = [
-        [sum(cost(lengths[i], attention) for i in members) for members in share] for share in plan
+        [sum(cost(lengths[i], attention) for i in members) for members in share]
+        for share in plan
     ]
     ranks = [sum(share) for share in loads]
     mean = sum(ranks) / dp_size

@@ -10,7 +10,10 @@ from slipstream.core.errors import UntrainableBatch
 from slipstream.core.models.vision import ImageProcessor, load_processor
 from slipstream.core.types import ImagePlace
 from slipstream.learner.trainer.batches.batch import check_pixels
-from slipstream.learner.trainer.batches.sequence_images import image_positions, images_of
+from slipstream.learner.trainer.batches.sequence_images import (
+    image_positions,
+    images_of,
+)
 from slipstream.learner.trainer.batches.training_sequence import (
     TOKEN_FIELDS,
     TokenEstimates,
@@ -53,11 +56,16 @@ def seen(processor: ImageProcessor, *, offset: int = 2):
     tokens = np.arange(12, dtype=np.uint32)
     tokens[3:7] = 40
     return dataclasses.replace(
-        trajectory, token_ids=tokens, images=(RED,), image_places=(ImagePlace(offset, 0),)
+        trajectory,
+        token_ids=tokens,
+        images=(RED,),
+        image_places=(ImagePlace(offset, 0),),
     )
 
 
-def test_images_of_a_micro_batch_lie_where_their_tokens_are(processor: ImageProcessor) -> None:
+def test_images_of_a_micro_batch_lie_where_their_tokens_are(
+    processor: ImageProcessor,
+) -> None:
     estimates = TokenEstimates(np.ones(4, dtype=np.float32))
     plain = make_trajectory(8, 4)
     trajectory = seen(processor, offset=3)
@@ -75,7 +83,9 @@ def test_images_of_a_micro_batch_lie_where_their_tokens_are(processor: ImageProc
 
 
 @pytest.mark.parametrize("offset", [2, 4, 10])
-def test_an_image_at_other_tokens_cannot_be_trained(processor: ImageProcessor, offset: int) -> None:
+def test_an_image_at_other_tokens_cannot_be_trained(
+    processor: ImageProcessor, offset: int
+) -> None:
     trajectory = seen(processor, offset=offset)
     with pytest.raises(UntrainableBatch, match="an image of 4 tokens has others"):
         images_of(trajectory, slice(0, 12), processor)
@@ -92,7 +102,10 @@ def test_every_rank_names_the_images_whose_pixels_are_cut(processor, world_size)
     cut = RED[: len(RED) // 2]
     # The image's tokens follow from its header.
     assert len(processor.tokens(40, cut)) == 4
-    good = [dataclasses.replace(seen(processor, offset=3), group_id=name) for name in "abcde"]
+    good = [
+        dataclasses.replace(seen(processor, offset=3), group_id=name)
+        for name in "abcde"
+    ]
     bad = [dataclasses.replace(t, images=(cut,)) for t in (good[1], good[3])]
     facts: dict[int, tuple[str, tuple[str, ...]]] = {}
 
@@ -112,7 +125,9 @@ def test_every_rank_names_the_images_whose_pixels_are_cut(processor, world_size)
 
 def test_an_image_that_no_token_shows_is_not_read(processor: ImageProcessor) -> None:
     trajectory = dataclasses.replace(
-        seen(processor, offset=3), images=(RED, b"no image"), image_places=(ImagePlace(3, 0),)
+        seen(processor, offset=3),
+        images=(RED, b"no image"),
+        image_places=(ImagePlace(3, 0),),
     )
     run_ranks(2, lambda ranks: check_pixels([trajectory], ranks))
 
@@ -120,7 +135,9 @@ def test_an_image_that_no_token_shows_is_not_read(processor: ImageProcessor) -> 
 def test_a_dry_run_knows_the_bytes_of_a_token_in_a_rank():
     batch = make_batch(0, num_groups=4, group_size=4, vocab_size=9, max_tokens=400)
     sequences = TrainingSequence.of_trajectories(batch.trajectories, step=0)
-    columns = [getattr(sequence, name) for sequence in sequences for name in TOKEN_FIELDS]
+    columns = [
+        getattr(sequence, name) for sequence in sequences for name in TOKEN_FIELDS
+    ]
     num_bytes = sum(column.nbytes for column in columns if column is not None)
     for trajectory in batch.trajectories:
         num_bytes += trajectory.token_ids.nbytes + trajectory.behavior_logprobs.nbytes

@@ -22,7 +22,9 @@ from support.ranks.thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 LIMIT_S = 0.4
 
 
-def errors_of(folder: Path, work, *, limit_s: float = LIMIT_S) -> dict[int, BaseException]:
+def errors_of(
+    folder: Path, work, *, limit_s: float = LIMIT_S
+) -> dict[int, BaseException]:
     """What each of two ranks raises."""
     errors: dict[int, BaseException] = {}
 
@@ -44,7 +46,9 @@ def now_s(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now_s
 
 
-def test_a_disk_that_moves_bytes_may_take_longer_than_the_limit_of_silence(tmp_path, now_s) -> None:
+def test_a_disk_that_moves_bytes_may_take_longer_than_the_limit_of_silence(
+    tmp_path, now_s
+) -> None:
     found = {}
     notes = {}
 
@@ -52,7 +56,9 @@ def test_a_disk_that_moves_bytes_may_take_longer_than_the_limit_of_silence(tmp_p
         disk = DiskWork(tmp_path, ranks)
 
         def work() -> str:
-            while ranks.rank == 1 and (now_s[0] < 3 * LIMIT_S or ranks.activity.count <= 3):
+            while ranks.rank == 1 and (
+                now_s[0] < 3 * LIMIT_S or ranks.activity.count <= 3
+            ):
                 now_s[0] += LIMIT_S / 10
                 disk.moved(1)
                 threading.Event().wait(0.001)
@@ -67,7 +73,9 @@ def test_a_disk_that_moves_bytes_may_take_longer_than_the_limit_of_silence(tmp_p
     assert notes[0] == notes[1] > 3
 
 
-def test_a_disk_that_hangs_ends_the_wait_of_all_ranks_with_its_name(tmp_path: Path) -> None:
+def test_a_disk_that_hangs_ends_the_wait_of_all_ranks_with_its_name(
+    tmp_path: Path,
+) -> None:
     released = threading.Event()
     try:
         errors = errors_of(tmp_path, lambda rank: rank == 0 or released.wait(30))
@@ -78,7 +86,9 @@ def test_a_disk_that_hangs_ends_the_wait_of_all_ranks_with_its_name(tmp_path: Pa
     assert {type(error) for error in errors.values()} == {CheckpointError}
 
 
-def test_a_disk_that_hangs_while_training_goes_on_is_noticed_between_two_steps(tmp_path, now_s):
+def test_a_disk_that_hangs_while_training_goes_on_is_noticed_between_two_steps(
+    tmp_path, now_s
+):
     released = threading.Event()
 
     def rank(ranks: ThreadRanks) -> None:
@@ -117,7 +127,9 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     assert str(errors[1]) == f"the disk of {tmp_path} failed on another rank"
 
 
-def test_a_folder_that_cannot_be_copied_is_told_with_its_first_file_alone(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_copied_is_told_with_its_first_file_alone(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "in").mkdir()
     for name in ("one", "two"):
         (tmp_path / "in" / name).symlink_to("missing")
@@ -126,12 +138,16 @@ def test_a_folder_that_cannot_be_copied_is_told_with_its_first_file_alone(tmp_pa
         shutil.copytree(tmp_path / "in", tmp_path / f"out-{rank}")
 
     error = str(errors_of(tmp_path, copy)[0])
-    assert error.startswith(f"the disk of {tmp_path} failed: [Errno 2] No such file or directory: ")
+    assert error.startswith(
+        f"the disk of {tmp_path} failed: [Errno 2] No such file or directory: "
+    )
     assert error.count("No such file") == 1
     assert "[(" not in error
 
 
-def test_what_is_written_is_read_by_safetensors_and_told_byte_by_byte(tmp_path: Path) -> None:
+def test_what_is_written_is_read_by_safetensors_and_told_byte_by_byte(
+    tmp_path: Path,
+) -> None:
     tensors = {
         "state": torch.arange(5000, dtype=torch.int64).to(torch.uint8),
         "empty": torch.empty(0, dtype=torch.float32),
@@ -176,7 +192,9 @@ def test_all_ranks_are_told_which_one_sees_another_folder(tmp_path: Path) -> Non
     there.mkdir()
     folders = here, here, there
     for folder, text in zip(folders, outcomes(*folders), strict=True):
-        rule = "checkpoints need a run.dir that all nodes of the learner share: rank 2 on "
+        rule = (
+            "checkpoints need a run.dir that all nodes of the learner share: rank 2 on "
+        )
         assert text.startswith(rule)
         assert "rank 1" not in text
         assert f"cannot see what rank 0 writes to {folder}; " in text

@@ -39,16 +39,24 @@ class Broken(io.BytesIO):
         raise self._error
 
 
-def writer_of(folder: Path, planner: object, *items: object, host: object = None) -> HostWriter:
+def writer_of(
+    folder: Path, planner: object, *items: object, host: object = None
+) -> HostWriter:
     """A writer of the `items` that `planner` resolves."""
     host = host or HostCopies(torch.device("cpu"))
     writer = HostWriter(folder, host=host, moved=ignore)
-    writer.prepare_write_data(SavePlan(list(items), storage_data=_StoragePrefix("__0_")), planner)
+    writer.prepare_write_data(
+        SavePlan(list(items), storage_data=_StoragePrefix("__0_")), planner
+    )
     return writer
 
 
-@pytest.mark.parametrize("error", [OSError("full"), MemoryError("no room"), ValueError("no bytes")])
-def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(tmp_path, error):
+@pytest.mark.parametrize(
+    "error", [OSError("full"), MemoryError("no room"), ValueError("no bytes")]
+)
+def test_whatever_fails_while_a_checkpoint_is_written_is_a_failure_of_the_save(
+    tmp_path, error
+):
     item = WriteItem(index=MetadataIndex("a"), type=WriteItemType.BYTE_IO)
     planner = SimpleNamespace(resolve_data=lambda _: Broken(error))
     writer = writer_of(tmp_path, planner, item)
@@ -66,7 +74,9 @@ def test_a_file_goes_to_the_disk_as_it_is_written(tmp_path: Path, monkeypatch) -
     # Some pieces are digested in the thread beside the write, small ones before it.
     data = os.urandom(330_000)
     monkeypatch.setattr(disk_work, "SYNC_BYTES", 100_000)
-    monkeypatch.setattr(os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size))
+    monkeypatch.setattr(
+        os, "fdatasync", lambda file: synced.append(os.fstat(file).st_size)
+    )
     with SyncedFile(tmp_path / "file", moved.append) as file:
         assert file.write(data[:30_000]) == 30_000
         assert file.write(memoryview(data)[30_000:320_000]) == 290_000
@@ -78,11 +88,15 @@ def test_a_file_goes_to_the_disk_as_it_is_written(tmp_path: Path, monkeypatch) -
     assert (tmp_path / "file").read_bytes() == data
 
 
-def test_what_is_held_is_not_copied_again_and_a_view_is_written_alone(tmp_path, monkeypatch):
+def test_what_is_held_is_not_copied_again_and_a_view_is_written_alone(
+    tmp_path, monkeypatch
+):
     host = HostCopies(torch.device("cpu"))
     tensor = host.empty(1000, torch.float32).copy_(torch.arange(1000.0))
     parameter = torch.zeros(4)
-    planner = SimpleNamespace(resolve_data={"held": tensor[10:20], "own": parameter}.__getitem__)
+    planner = SimpleNamespace(
+        resolve_data={"held": tensor[10:20], "own": parameter}.__getitem__
+    )
     writer = writer_of(tmp_path, planner, "held", "own", host=host)
     (_, held_data), (_, own_data) = writer._items
     assert held_data.data_ptr() == tensor[10:].data_ptr()
@@ -117,11 +131,16 @@ FULL = OSError(28, "No space left on device")
 @pytest.mark.parametrize(
     ("failures", "cause"),
     [
-        ({1: (FULL, StackSummary())}, "OSError on rank 1: [Errno 28] No space left on device"),
+        (
+            {1: (FULL, StackSummary())},
+            "OSError on rank 1: [Errno 28] No space left on device",
+        ),
         ({}, "another rank failed"),
     ],
 )
-def test_a_save_that_torch_finds_failed_is_a_failed_checkpoint(failures, cause, monkeypatch):
+def test_a_save_that_torch_finds_failed_is_a_failed_checkpoint(
+    failures, cause, monkeypatch
+):
     def gather() -> None:
         # torch's own error is no Exception.
         raise CheckpointException("write", failures)
@@ -138,17 +157,23 @@ def test_a_save_that_torch_finds_failed_is_a_failed_checkpoint(failures, cause, 
 def test_a_save_that_cannot_be_planned_is_a_failed_checkpoint(tmp_path, monkeypatch):
     def refuse(*args: object, **kwargs: object) -> None:
         # Every rank makes its folder while all plan together.
-        raise CheckpointException("plan", {1: (OSError(5, "Input/output error"), StackSummary())})
+        raise CheckpointException(
+            "plan", {1: (OSError(5, "Input/output error"), StackSummary())}
+        )
 
     monkeypatch.setattr(distributed_files.dist_checkpointing, "save", refuse)
     with pytest.raises(CheckpointError) as caught:
-        distributed_files.begin_save([], tmp_path, host=None, disk=SimpleNamespace(moved=None))
+        distributed_files.begin_save(
+            [], tmp_path, host=None, disk=SimpleNamespace(moved=None)
+        )
     assert str(caught.value) == (
         "the checkpoint could not be written: OSError on rank 1: [Errno 5] Input/output error"
     )
 
 
-def test_a_parameter_lies_where_it_is_in_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parameter_lies_where_it_is_in_the_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Begin and end in its bucket; nothing fills the first bucket between its parameters.
     ranges = [{"a": (0, 6), "b": (6, 9)}, {"c": (0, 5)}]
     offsets = [0, 12]
@@ -189,10 +214,14 @@ def test_a_parameter_lies_where_it_is_in_the_buffer(monkeypatch: pytest.MonkeyPa
                 )
 
 
-def test_a_folder_without_its_common_state_is_refused_before_its_index_is_read(tmp_path) -> None:
+def test_a_folder_without_its_common_state_is_refused_before_its_index_is_read(
+    tmp_path,
+) -> None:
     canary = tmp_path / "canary"
     save_config(CheckpointingConfig("torch_dist", 1), str(tmp_path))
     (tmp_path / ".metadata").write_bytes(f"cos\nsystem\n(Vtouch {canary}\ntR.".encode())
-    with pytest.raises(CheckpointError, match=r"does not hold this model: common\.pt is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"does not hold this model: common\.pt is missing"
+    ):
         distributed_files.load_models([], tmp_path, disk=None)
     assert not canary.exists()

@@ -1,6 +1,7 @@
 """Memory that the tensors of a save are copied to: nothing is lost, nothing is taken twice."""
 
 import io
+from typing import Any
 
 import pytest
 
@@ -42,7 +43,11 @@ def test_copies_are_equal_and_hold_no_bytes_but_their_own() -> None:
 def test_the_next_copies_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     take = host_copies.mmap.mmap
-    noted = lambda place, size, **named: sizes.append(size) or take(place, size, **named)  # noqa: E731
+
+    def noted(place: int, size: int, **named: int) -> Any:
+        sizes.append(size)
+        return take(place, size, **named)
+
     monkeypatch.setattr(host_copies.mmap, "mmap", noted)
     host = HostCopies(CPU)
     first = host.copy(tensors_of(1))
@@ -62,5 +67,7 @@ def test_a_save_hears_that_there_is_too_little_memory(monkeypatch):
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(host_copies.mmap, "mmap", none)
-    with pytest.raises(host_copies.CheckpointError, match="no 24064 bytes of main memory for a c"):
+    with pytest.raises(
+        host_copies.CheckpointError, match="no 24064 bytes of main memory for a c"
+    ):
         HostCopies(CPU).copy(tensors_of(1)[5:6])

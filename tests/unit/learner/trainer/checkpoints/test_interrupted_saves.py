@@ -23,7 +23,9 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.process
-def test_a_disk_that_an_interrupted_save_has_filled_is_cleared_first(disk: Path) -> None:
+def test_a_disk_that_an_interrupted_save_has_filled_is_cleared_first(
+    disk: Path,
+) -> None:
     config = make_config(disk, checkpoint__every_steps=1)
     partial = config.run_dir / "checkpoints" / "step-000001.partial"
     partial.mkdir(parents=True)
@@ -31,6 +33,8 @@ def test_a_disk_that_an_interrupted_save_has_filled_is_cleared_first(disk: Path)
         for number in itertools.count():
             (partial / str(number)).touch()
     found: list[object] = []
-    run_ranks(1, lambda ranks: found.append(Checkpointer(config, ranks, []).load_newest()))
+    run_ranks(
+        1, lambda ranks: found.append(Checkpointer(config, ranks, []).load_newest())
+    )
     assert found == [None]
     assert list(partial.parent.iterdir()) == []

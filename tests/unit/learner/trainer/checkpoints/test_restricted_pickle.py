@@ -29,11 +29,15 @@ def call(module: str, name: str, argument: str) -> bytes:
         ("torch.distributed.checkpoint.filesystem", "os"),
     ],
 )
-def test_a_call_is_refused_before_it_happens(tmp_path: Path, module: str, name: str) -> None:
+def test_a_call_is_refused_before_it_happens(
+    tmp_path: Path, module: str, name: str
+) -> None:
     canary = tmp_path / "canary"
     path = tmp_path / ".metadata"
     path.write_bytes(call(module, name, f"touch {canary}"))
-    with pytest.raises(CheckpointError, match=f"{module}.{name} has no place in the index"):
+    with pytest.raises(
+        CheckpointError, match=f"{module}.{name} has no place in the index"
+    ):
         read_index(path)
     assert not canary.exists()
 
@@ -53,7 +57,10 @@ METADATA = "torch.distributed.checkpoint.metadata", "Metadata"
         # Members of enums are read as any Python writes them.
         (attribute(*ENUM, "TENSOR"), "holds a WriteItemType, not the index"),
         (attribute(*ENUM, "mro"), "cannot be read: 'mro'"),
-        (attribute(*METADATA, "__init__"), "builtins.getattr has no place in the index"),
+        (
+            attribute(*METADATA, "__init__"),
+            "builtins.getattr has no place in the index",
+        ),
         (b"I1\n.", "holds a int, not the index"),
         (b"", "cannot be read"),
         (b"\x80\x05", "cannot be read"),
@@ -70,7 +77,11 @@ def test_what_is_no_index_is_refused(tmp_path: Path, data: bytes, cause: str) ->
 @pytest.fixture
 def written(tmp_path: Path) -> Path:
     """An index of torch's own writer."""
-    state = {"a": torch.ones(3, dtype=torch.bfloat16), "b": {"c": torch.zeros(2, 2)}, "n": 3}
+    state = {
+        "a": torch.ones(3, dtype=torch.bfloat16),
+        "b": {"c": torch.zeros(2, 2)},
+        "n": 3,
+    }
     with pytest.warns(UserWarning, match="save in a single process"):
         save(state, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
     return tmp_path / ".metadata"

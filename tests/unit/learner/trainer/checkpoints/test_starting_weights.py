@@ -10,7 +10,10 @@ torch = pytest.importorskip("torch")
 
 from slipstream.core.errors import CheckpointError, ConfigError  # noqa: E402
 from slipstream.core.settings.config import Config  # noqa: E402
-from slipstream.learner.trainer.checkpoints.stored_model import check_nothing_lost, check_saved  # noqa: E402
+from slipstream.learner.trainer.checkpoints.stored_model import (  # noqa: E402
+    check_nothing_lost,
+    check_saved,
+)
 from support.fakes.small_checkpoints import save_checkpoint  # noqa: E402
 from support.ranks.thread_ranks import ThreadRanks, run_ranks  # noqa: E402
 from torch.distributed.checkpoint import FileSystemWriter, save  # noqa: E402
@@ -33,13 +36,18 @@ def write(folder: Path, *names: str) -> None:
 
 TEXT = {"architectures": ["Qwen2ForCausalLM"]}
 TOWER = "visual.inner.vision_tower.ln_pre.weight"
-NO_TOWER = "checkpoint.load must hold no vision tower for a Qwen2ForCausalLM, .*/with would be"
+NO_TOWER = (
+    "checkpoint.load must hold no vision tower for a Qwen2ForCausalLM, .*/with would be"
+)
 
 
 @pytest.mark.parametrize("folder", ["", "state"])
 @pytest.mark.parametrize(
     ("name", "cause"),
-    [(ADAPTER, "checkpoint.load must hold no adapters, .*/with would be"), (TOWER, NO_TOWER)],
+    [
+        (ADAPTER, "checkpoint.load must hold no adapters, .*/with would be"),
+        (TOWER, NO_TOWER),
+    ],
 )
 def test_what_would_be_left_out_is_refused(tmp_path, folder, name, cause):
     (tmp_path / "config.json").write_text(json.dumps(TEXT))
@@ -64,13 +72,21 @@ def without_manifest(path: Path) -> None:
     ("spoil", "cause"),
     [
         (flip, "tensors: its bytes are not those that were written"),
-        (lambda path: (path / "tensors").unlink(), "tensors: No such file or directory"),
-        (lambda path: (path / "manifest.json").write_text("{"), "manifest.json is damaged"),
+        (
+            lambda path: (path / "tensors").unlink(),
+            "tensors: No such file or directory",
+        ),
+        (
+            lambda path: (path / "manifest.json").write_text("{"),
+            "manifest.json is damaged",
+        ),
         (without_manifest, "manifest.json cannot be read: No such file or directory"),
     ],
     ids=["flipped", "missing", "manifest", "no manifest"],
 )
-def test_a_run_does_not_start_from_a_damaged_checkpoint(tmp_path: Path, spoil, cause: str) -> None:
+def test_a_run_does_not_start_from_a_damaged_checkpoint(
+    tmp_path: Path, spoil, cause: str
+) -> None:
     path = save_checkpoint(tmp_path, 40)
     run_ranks(2, lambda ranks: check_saved(path, ranks), timeout_s=60.0)
     spoil(path)

@@ -39,7 +39,9 @@ def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_wind
     size, window, monkeypatch
 ):
     expected = {
-        place: set(range(max(start, place - (end if window is None else window)), place + 1))
+        place: set(
+            range(max(start, place - (end if window is None else window)), place + 1)
+        )
         for start, end in itertools.pairwise(BOUNDS)
         for place in range(start, end)
     }
@@ -54,11 +56,18 @@ def test_each_query_sees_the_tokens_of_its_sequence_up_to_itself_within_the_wind
         assert keys_by_query == expected
 
 
-@pytest.mark.parametrize(("split", "window"), [((0, 2), None), ((1, 2), 1024), ((0, 1), 1024)])
+@pytest.mark.parametrize(
+    ("split", "window"), [((0, 2), None), ((1, 2), 1024), ((0, 1), 1024)]
+)
 def test_a_long_sequence_holds_places_and_no_masks(split, window) -> None:
     groups, order = length_groups((0, 32768), CPU, None, split, window)
-    tensors = [order, *(t for g in groups for t in vars(g).values() if torch.is_tensor(t))]
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    tensors = [
+        order,
+        *(t for g in groups for t in vars(g).values() if torch.is_tensor(t)),
+    ]
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors
+    }
     assert sum(storages.values()) < 2 << 20
     queries = {group.queries.shape[1] * group.keys.shape[1] for group in groups}
     assert max(queries) <= MOST_SCORES

@@ -20,7 +20,9 @@ def matrices(config: TransformerConfig) -> Iterable[torch.Tensor]:
 MADE: dict[str, Callable[[TransformerConfig], Iterable[torch.Tensor]]] = {
     "experts": matrices,
     "norm": lambda config: RMSNorm(config, 8).parameters(),
-    "norm of all heads": lambda config: WholeNorm(config, 4, 1e-5, heads=4).parameters(),
+    "norm of all heads": lambda config: WholeNorm(
+        config, 4, 1e-5, heads=4
+    ).parameters(),
     "sinks": lambda config: [new_scores(config)],
 }
 

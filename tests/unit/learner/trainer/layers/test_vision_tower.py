@@ -10,7 +10,10 @@ def test_tables_of_angles_stay_float32_in_bfloat16() -> None:
     tower = Tower(inner).bfloat16()
     assert inner.weight.dtype == torch.bfloat16
     assert inner.angles.tolist() == torch.tensor([1.0, 1 / 3]).tolist()
-    assert [name for name, _ in tower.named_parameters()] == ["inner.weight", "inner.bias"]
+    assert [name for name, _ in tower.named_parameters()] == [
+        "inner.weight",
+        "inner.bias",
+    ]
 
 
 def test_frequencies_turn_by_time_height_and_width_in_sections_or_in_turns() -> None:

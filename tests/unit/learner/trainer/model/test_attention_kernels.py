@@ -12,7 +12,9 @@ from slipstream.learner.trainer.layers.attention import (
     log_attention_once,
 )
 
-DECISION = "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+DECISION = (
+    "transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention"
+)
 
 PARAMETERS = {
     "qkv_layout": "thd_thd_thd",
@@ -36,7 +38,10 @@ def decision(kind: str | None, **changes: object) -> dict:
 @pytest.mark.parametrize(
     ("found", "expected"),
     [
-        (decision("use_fused_attention"), "fused attention (cuDNN), thd_thd_thd bfloat16"),
+        (
+            decision("use_fused_attention"),
+            "fused attention (cuDNN), thd_thd_thd bfloat16",
+        ),
         (decision("use_flash_attention"), "flash attention, thd_thd_thd bfloat16"),
         (
             decision("use_fused_attention", context_parallel=True, deterministic=True),
@@ -52,7 +57,9 @@ def decision(kind: str | None, **changes: object) -> dict:
         ),
     ],
 )
-def test_decision_of_transformer_engine_is_one_line(monkeypatch, found: dict, expected: str):
+def test_decision_of_transformer_engine_is_one_line(
+    monkeypatch, found: dict, expected: str
+):
     monkeypatch.setitem(sys.modules, DECISION, SimpleNamespace(**found))
     assert chosen_attention() == expected
 
@@ -69,8 +76,16 @@ def test_attention_of_torch_is_named_once(caplog: pytest.LogCaptureFixture) -> N
     ("kind", "kernel", "remedy"),
     [
         ("use_fused_attention", "bfloat16, cuDNN 9.14.0", "NVTE_FUSED_ATTN=0"),
-        ("use_flash_attention", "flash attention, thd_thd_thd bfloat16", "NVTE_FLASH_ATTN=0"),
-        ("use_unfused_attention", "thd_thd_thd bfloat16", "another version of TransformerEngine"),
+        (
+            "use_flash_attention",
+            "flash attention, thd_thd_thd bfloat16",
+            "NVTE_FLASH_ATTN=0",
+        ),
+        (
+            "use_unfused_attention",
+            "thd_thd_thd bfloat16",
+            "another version of TransformerEngine",
+        ),
     ],
 )
 def test_a_wrong_kernel_is_named_with_what_avoids_it(monkeypatch, kind, kernel, remedy):

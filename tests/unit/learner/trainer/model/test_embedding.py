@@ -20,10 +20,14 @@ IDS = torch.tensor([[0, 5, 11, 5, 5, 6, 0, 7, 2]])
 @pytest.fixture(autouse=True)
 def groups_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     # Megatron takes no group while torch has no default one.
-    monkeypatch.setattr(mappings, "get_tensor_model_parallel_group_if_none", lambda group: group)
+    monkeypatch.setattr(
+        mappings, "get_tensor_model_parallel_group_if_none", lambda group: group
+    )
 
 
-def make_embedding(weight: torch.Tensor, group: dist.ProcessGroup) -> VocabParallelEmbedding:
+def make_embedding(
+    weight: torch.Tensor, group: dist.ProcessGroup
+) -> VocabParallelEmbedding:
     layer = VocabParallelEmbedding.__new__(VocabParallelEmbedding)
     torch.nn.Module.__init__(layer)
     layer.vocab_start_index = group.rank() * len(weight)
@@ -40,7 +44,9 @@ def make_embedding(weight: torch.Tensor, group: dist.ProcessGroup) -> VocabParal
 
 @pytest.mark.parametrize("has_buffer", [True, False])
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_rows_and_gradients_are_those_of_torch(num_ranks: int, has_buffer: bool) -> None:
+def test_rows_and_gradients_are_those_of_torch(
+    num_ranks: int, has_buffer: bool
+) -> None:
     torch.manual_seed(0)
     weight = torch.randn(VOCAB, SIZE, dtype=torch.float64)
     outer = torch.randn(*IDS.shape, SIZE, dtype=torch.float64)

@@ -35,7 +35,9 @@ def on_ranks(size: int, work: Callable[[dist.ProcessGroup], Found]) -> list[Foun
         return list(threads.map(run, range(size)))
 
 
-def make_case(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def make_case(
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, dtype=dtype)
     weight = torch.randn(VOCAB, HIDDEN, dtype=dtype)
@@ -106,7 +108,9 @@ def test_split_and_padded_vocabulary_gives_values_and_gradients_of_a_dense_softm
     padded[:VOCAB] = weight
     if num_others:
         # The first target is among the others at some tokens, and not at others.
-        other_ids = torch.rand(TOKENS, VOCAB, dtype=torch.float64).argsort(-1)[:, :num_others]
+        other_ids = torch.rand(TOKENS, VOCAB, dtype=torch.float64).argsort(-1)[
+            :, :num_others
+        ]
         is_both = (other_ids == targets[:, None]).any(-1)
         assert is_both[rows].any()
         assert not is_both[rows].all()
@@ -123,8 +127,12 @@ def test_split_and_padded_vocabulary_gives_values_and_gradients_of_a_dense_softm
         part = padded.chunk(size)[group.rank()].clone().requires_grad_()
         before = states.detach().clone(), part.detach().clone()
         projection = Projection(0.7, VOCAB, group, entropy_gradient, chunk_logits)
-        logprobs, entropy = vocab_parallel_logprobs(states, part, targets, rows, projection)
-        states_grad, part_grad = torch.autograd.grad(loss(logprobs, entropy), (states, part))
+        logprobs, entropy = vocab_parallel_logprobs(
+            states, part, targets, rows, projection
+        )
+        states_grad, part_grad = torch.autograd.grad(
+            loss(logprobs, entropy), (states, part)
+        )
         assert torch.equal(states.detach(), before[0])
         assert torch.equal(part.detach(), before[1])
         return logprobs.detach(), entropy.detach(), states_grad, part_grad
@@ -191,7 +199,10 @@ def test_memory_is_that_of_a_chunk_and_not_of_all_logits() -> None:
     ],
 )
 def test_logits_that_may_be_kept_are_projected_once(
-    kept_logits: int, is_trained: bool, projected: list[int], monkeypatch: pytest.MonkeyPatch
+    kept_logits: int,
+    is_trained: bool,
+    projected: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hidden, weight, targets, _ = make_case()
     rows = torch.arange(TOKENS)
@@ -231,7 +242,9 @@ def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer(
     weight.requires_grad_()
     weight.main_grad = torch.ones(VOCAB, HIDDEN)
     computed(hidden, weight, targets, chunk_logits=chunk_logits)[0].sum().backward()
-    wide, wide_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    wide, wide_weight = (
+        tensor.detach().double().requires_grad_() for tensor in (hidden, weight)
+    )
     rows = torch.arange(TOKENS)
     dense(wide, wide_weight, targets, rows, 1.0)[0].sum().backward()
     limit = 1e-5 if dtype == torch.float32 else 2e-2
@@ -245,7 +258,9 @@ def test_the_gradient_of_the_weight_is_added_to_megatrons_buffer(
 
 def peak_bytes(profile: torch.profiler.profile) -> int:
     """Most that was allocated at one time, over what was before."""
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    events = [
+        e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"
+    ]
     used_bytes = largest = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
         used_bytes += event.nbytes()
@@ -254,7 +269,9 @@ def peak_bytes(profile: torch.profiler.profile) -> int:
     return largest
 
 
-def test_positions_that_are_not_trained_are_zero_and_no_logits_are_made_for_them() -> None:
+def test_positions_that_are_not_trained_are_zero_and_no_logits_are_made_for_them() -> (
+    None
+):
     hidden, weight, targets, _ = make_case()
     nothing = torch.tensor([], dtype=torch.int64)
     hidden.requires_grad_()
@@ -262,7 +279,9 @@ def test_positions_that_are_not_trained_are_zero_and_no_logits_are_made_for_them
     logprobs, entropy = computed(hidden, weight, targets, nothing)
     logprobs.sum().backward()
     # Zeros rather than nothing: the hooks that wait for gradients must run.
-    assert not any(tensor.any() for tensor in (logprobs, entropy, hidden.grad, weight.grad))
+    assert not any(
+        tensor.any() for tensor in (logprobs, entropy, hidden.grad, weight.grad)
+    )
 
 
 def test_frozen_projection_gets_no_gradient() -> None:
@@ -359,7 +378,9 @@ def dense_kept(
 
 
 @pytest.mark.parametrize("chunk_logits", [None, 2 * VOCAB])
-def test_probabilities_and_gradients_are_over_kept_tokens(chunk_logits: int | None) -> None:
+def test_probabilities_and_gradients_are_over_kept_tokens(
+    chunk_logits: int | None,
+) -> None:
     hidden, weight, targets, _ = make_case()
     kept_ids, is_kept = kept_case()
     hidden.requires_grad_()

@@ -23,17 +23,25 @@ def test_8_bit_parameters_cannot_be_offloaded(monkeypatch: pytest.MonkeyPatch) -
     pretend_gpu(monkeypatch, (9, 0))
     check_fp8(FP8, LearnerSection())
     learner = LearnerSection(offload=OffloadSection(parameters=True))
-    with pytest.raises(ConfigError, match=r"learner\.offload\.parameters cannot move 8-bit"):
+    with pytest.raises(
+        ConfigError, match=r"learner\.offload\.parameters cannot move 8-bit"
+    ):
         check_fp8(FP8, learner)
 
 
-def test_a_learner_in_fp8_needs_transformer_engine_and_a_gpu_that_has_it(monkeypatch) -> None:
+def test_a_learner_in_fp8_needs_transformer_engine_and_a_gpu_that_has_it(
+    monkeypatch,
+) -> None:
     learner = LearnerSection(fp8="blockwise")
-    with pytest.raises(ConfigError, match=r"^learner\.fp8 'blockwise' needs TransformerEngine, w"):
+    with pytest.raises(
+        ConfigError, match=r"^learner\.fp8 'blockwise' needs TransformerEngine, w"
+    ):
         check_fp8(FP8, learner)
     monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
     pretend_gpu(monkeypatch, (8, 0))
-    with pytest.raises(ConfigError, match=r"needs a GPU of compute capability 8\.9 or above"):
+    with pytest.raises(
+        ConfigError, match=r"needs a GPU of compute capability 8\.9 or above"
+    ):
         check_fp8(FP8, learner)
     pretend_gpu(monkeypatch, (8, 9))
     check_fp8(FP8, learner)
@@ -54,6 +62,8 @@ def test_8_bit_products_ask_for_multiples_of_tokens() -> None:
         ({"num_moe_experts": None, "agreement": "bits"}, 1),
     ],
 )
-def test_faster_norms_ask_for_blocks_of_tokens_where_none_is_routed(settings, aligned, monkeypatch):
+def test_faster_norms_ask_for_blocks_of_tokens_where_none_is_routed(
+    settings, aligned, monkeypatch
+):
     monkeypatch.setattr(compat, "has_transformer_engine", lambda: True)
     assert token_alignment(SimpleNamespace(fp8=None, **settings)) == aligned

@@ -37,7 +37,11 @@ REST_BYTES = 50
 )
 def test_as_many_layers_keep_their_activations_as_fit(free, in_flight_count, expected):
     num_layers = recomputed_layers(
-        (LAYER_BYTES, REST_BYTES), layers=12, tokens=100, in_flight=in_flight_count, free=free
+        (LAYER_BYTES, REST_BYTES),
+        layers=12,
+        tokens=100,
+        in_flight=in_flight_count,
+        free=free,
     )
     assert num_layers == expected
 
@@ -67,7 +71,9 @@ class Layer(nn.Module):
         return hidden
 
 
-def test_memory_of_engines_that_have_not_loaded_is_not_planned_with(monkeypatch) -> None:
+def test_memory_of_engines_that_have_not_loaded_is_not_planned_with(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (700, 1000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 200)
     assert memory_limit() == 900
@@ -148,7 +154,9 @@ class Ranks:
         (1_100_000, 0.0, 8),
     ],
 )
-def test_the_second_pass_follows_what_the_first_measured(limit, other, expected, monkeypatch):
+def test_the_second_pass_follows_what_the_first_measured(
+    limit, other, expected, monkeypatch
+):
     memory = FakeMemory(limit, monkeypatch)
     block: Any = Block(memory, 8)
     plan = Recompute([block], LearnerSection(micro_batch_tokens=200))
@@ -180,7 +188,9 @@ def num_layers_of(block: Any, other: float = 0.0) -> int:
     return plan.num_layers
 
 
-def test_the_layer_that_keeps_most_counts_even_if_it_was_recomputed(monkeypatch) -> None:
+def test_the_layer_that_keeps_most_counts_even_if_it_was_recomputed(
+    monkeypatch,
+) -> None:
     memory = FakeMemory(2_330_000, monkeypatch)
     block = Block(memory, 8)
     block.decoder.layers[2].kept_bytes = 2 * LAYER_BYTES

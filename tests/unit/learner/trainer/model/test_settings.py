@@ -40,15 +40,27 @@ def test_known_keys_pass_through_by_name() -> None:
 @pytest.mark.parametrize(
     ("section", "key", "said"),
     [
-        ("ddp", "overlap_grad_reduction", "unknown key {}; did you mean 'overlap_grad_reduce'"),
-        ("transformer", "tensor_model_parallel_size", "{} {}: set learner.parallel.tp instead"),
+        (
+            "ddp",
+            "overlap_grad_reduction",
+            "unknown key {}; did you mean 'overlap_grad_reduce'",
+        ),
+        (
+            "transformer",
+            "tensor_model_parallel_size",
+            "{} {}: set learner.parallel.tp instead",
+        ),
         (
             "optimizer",
             "use_distributed_optimizer",
             "{} {}: set learner.ddp.use_distributed_optimizer instead",
         ),
         ("ddp", "average_in_collective", "{} {}: the trainer depends on its value"),
-        ("optimizer", "lrr", "unknown key {}; 'lr' {}: set algorithm.learning_rate instead"),
+        (
+            "optimizer",
+            "lrr",
+            "unknown key {}; 'lr' {}: set algorithm.learning_rate instead",
+        ),
     ],
 )
 def test_a_key_that_is_unknown_or_ours_is_refused_with_what_to_set(section, key, said):
@@ -86,4 +98,7 @@ def test_values_of_the_right_type_pass_as_they_are() -> None:
     assert passed_through(Settings, settings, section="learner.ddp") == settings
     names = {"attention_backend": "flash", "main_params_dtype": "bfloat16"}
     values = passed_through(Settings(), names, section="learner.transformer")
-    assert values == {"attention_backend": Backend.flash, "main_params_dtype": torch.bfloat16}
+    assert values == {
+        "attention_backend": Backend.flash,
+        "main_params_dtype": torch.bfloat16,
+    }

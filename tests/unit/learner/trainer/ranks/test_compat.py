@@ -11,7 +11,9 @@ from slipstream.learner.trainer.ranks import compat
 clipping = pytest.importorskip("megatron.core.optimizer.clip_grads")
 
 
-def test_gradient_norms_take_the_kernels_that_transformer_engine_has(monkeypatch) -> None:
+def test_gradient_norms_take_the_kernels_that_transformer_engine_has(
+    monkeypatch,
+) -> None:
     kernels = ("multi_tensor_applier", "multi_tensor_l2norm", "multi_tensor_scale")
     engine = SimpleNamespace(**{name: object() for name in kernels})
     monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", engine)
@@ -41,7 +43,9 @@ def test_a_routers_bias_in_16_bits_stays_out_of_a_product_with_32(monkeypatch) -
     shapes = ((5, 1, 8), (4, 8), (4,))
     inputs = [torch.randn(shape).bfloat16().requires_grad_() for shape in shapes]
     logits = router.router_gating_linear(*inputs, torch.float32)
-    tokens, weight, bias = (tensor.detach().float().requires_grad_() for tensor in inputs)
+    tokens, weight, bias = (
+        tensor.detach().float().requires_grad_() for tensor in inputs
+    )
     expected = torch.nn.functional.linear(tokens, weight, bias)
     torch.testing.assert_close(logits, expected)
     logits.square().sum().backward()
@@ -80,7 +84,10 @@ def test_weights_decay_beside_the_moments_or_within_them(is_decoupled: bool) -> 
     numbers = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3}
     torchs = torch.optim.AdamW if is_decoupled else torch.optim.Adam
     found = []
-    for kind, options in ((compat.GroupStepAdam, {"adam_w_mode": is_decoupled}), (torchs, {})):
+    for kind, options in (
+        (compat.GroupStepAdam, {"adam_w_mode": is_decoupled}),
+        (torchs, {}),
+    ):
         weight = torch.nn.Parameter(torch.tensor([1.0, -2.0, 3.0]))
         optimizer = kind([weight], **numbers, **options)
         for step in range(3):

@@ -32,7 +32,11 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setenv("MASTER_PORT", str(number))
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of this run")
     # An earlier test that played a rank may have left these variables.
-    for name in ("LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+    for name in (
+        "LOCAL_WORLD_SIZE",
+        "TORCHELASTIC_USE_AGENT_STORE",
+        "TORCHELASTIC_RESTART_COUNT",
+    ):
         monkeypatch.delenv(name, raising=False)
     return number
 
@@ -63,7 +67,9 @@ def attempts_end() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("attempts_end")
-def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int, monkeypatch) -> None:
+def test_a_listener_that_does_not_answer_is_given_up_and_named(
+    port: int, monkeypatch
+) -> None:
     monkeypatch.setattr(module, "CONNECT_GRACE_S", 0.5)
     # The ranks may start again: a rank 0 that is stopped listens too. If its port is taken, it
     # says so itself.
@@ -76,14 +82,21 @@ def test_a_listener_that_does_not_answer_is_given_up_and_named(port: int, monkey
 
 
 @pytest.mark.usefixtures("attempts_end")
-@pytest.mark.parametrize("connect_grace_s", [0.1, 30.0], ids=["torch still tries", "torch said so"])
-def test_a_rank_0_that_does_not_listen_is_no_port_in_use(port, connect_grace_s, monkeypatch):
+@pytest.mark.parametrize(
+    "connect_grace_s", [0.1, 30.0], ids=["torch still tries", "torch said so"]
+)
+def test_a_rank_0_that_does_not_listen_is_no_port_in_use(
+    port, connect_grace_s, monkeypatch
+):
     monkeypatch.setattr(module, "CONNECT_GRACE_S", connect_grace_s)
     # The ranks may start again after this error: rank 0 may be there the next time.
     message = (
-        rf"rank 0 did not listen on 127.0.0.1:{port} \(learner.master\) within 1 s: it has not "
+        rf"rank 0 did not listen on 127.0.0.1:{port} \(learner.master\) within "
+        rf"1 s: it has not "
     )
-    with pytest.raises(TimeoutError, match=f"{message}started, is stopped or very slow"):
+    with pytest.raises(
+        TimeoutError, match=f"{message}started, is stopped or very slow"
+    ):
         rendezvous(1, 2, SHORT)
 
 
@@ -95,25 +108,35 @@ def test_rank_0_says_that_its_port_is_taken(port: int) -> None:
         rendezvous(0, 2, SHORT)
 
 
-def test_ranks_of_one_start_share_what_they_say(port: int, threads: ThreadPoolExecutor) -> None:
+def test_ranks_of_one_start_share_what_they_say(
+    port: int, threads: ThreadPoolExecutor
+) -> None:
     stores = [threads.submit(rendezvous, rank, 2, LONG) for rank in range(2)]
     first, second = (store.result(LIMIT_S) for store in stores)
     first.set("key", "value")
     assert second.get("key") == b"value"
 
 
-def test_a_stranger_is_not_taken_for_a_rank(port: int, threads: ThreadPoolExecutor) -> None:
+def test_a_stranger_is_not_taken_for_a_rank(
+    port: int, threads: ThreadPoolExecutor
+) -> None:
     came: Future[object] = threads.submit(rendezvous, 0, 2, timedelta(seconds=3))
     listening(port)
     # A rank of another program would come like this, and torch counts it.
-    stranger = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)
+    stranger = dist.TCPStore(
+        HOST, port, is_master=False, wait_for_workers=False, timeout=LONG
+    )
     stranger.add("init/", 1)
     stranger.set("rank/1", "here")
-    with pytest.raises(TimeoutError, match=rf"of 2 ranks 1 did not join at 127.0.0.1:{port}"):
+    with pytest.raises(
+        TimeoutError, match=rf"of 2 ranks 1 did not join at 127.0.0.1:{port}"
+    ):
         came.result(LIMIT_S)
 
 
-def test_a_rank_of_another_run_is_told_so(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_of_another_run_is_told_so(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with socket.create_server((HOST, port)) as listener:
         descriptor = listener.detach()
     store = dist.TCPStore(
@@ -144,7 +167,9 @@ threading.Event().wait()
 
 @pytest.mark.process
 @pytest.mark.usefixtures("attempts_end")
-def test_a_rank_0_that_freezes_while_others_wait_is_given_up(port, threads, monkeypatch):
+def test_a_rank_0_that_freezes_while_others_wait_is_given_up(
+    port, threads, monkeypatch
+):
     monkeypatch.setattr(module, "CONNECT_GRACE_S", 0.5)
     command = [sys.executable, "-c", RANK_0, str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank_0:
@@ -152,7 +177,9 @@ def test_a_rank_0_that_freezes_while_others_wait_is_given_up(port, threads, monk
             assert rank_0.stdout.readline() == "here\n"
             # Rank 2 never comes.
             waiting = threads.submit(rendezvous, 1, 3, timedelta(seconds=3))
-            seen = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False, timeout=LONG)
+            seen = dist.TCPStore(
+                HOST, port, is_master=False, wait_for_workers=False, timeout=LONG
+            )
             seen.wait(["of this run/0/rank/1"], LONG)
             rank_0.send_signal(signal.SIGSTOP)
             with pytest.raises(TimeoutError, match="rank 0 is stopped or very slow"):
@@ -184,7 +211,9 @@ def test_a_word_with_data_is_taken_once() -> None:
 
 
 def test_without_rank_0_every_word_counts_as_said(port: int) -> None:
-    leader = dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, timeout=SHORT)
+    leader = dist.TCPStore(
+        HOST, port, is_master=True, wait_for_workers=False, timeout=SHORT
+    )
     words = RankFlags(dist.TCPStore(HOST, port, is_master=False, timeout=SHORT))
     assert not words.is_set("stop")
     del leader

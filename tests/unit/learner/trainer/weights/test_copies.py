@@ -22,7 +22,11 @@ def test_copies_that_would_fall_into_many_pieces_stay_whole() -> None:
 
 
 def test_all_copies_are_done_and_change_the_element_type() -> None:
-    sources = [torch.rand(6, 4), torch.rand(70, 8)[:, :4], torch.rand(2, 4, 3, 5)[:, 1:3]]
+    sources = [
+        torch.rand(6, 4),
+        torch.rand(70, 8)[:, :4],
+        torch.rand(2, 4, 3, 5)[:, 1:3],
+    ]
     # A tensor that is large enough to be copied by itself.
     sources.append(torch.rand(9 << 20).bfloat16())
     targets = [torch.zeros(source.shape, dtype=torch.bfloat16) for source in sources]

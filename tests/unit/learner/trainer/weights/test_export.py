@@ -25,7 +25,11 @@ from support.ranks.thread_ranks import run_ranks
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    return {n: t for path in folder.glob("*.safetensors") for n, t in load_file(path).items()}
+    return {
+        n: t
+        for path in folder.glob("*.safetensors")
+        for n, t in load_file(path).items()
+    }
 
 
 def exported(
@@ -56,11 +60,15 @@ def exported(
 
 def write(source: Path, folder: Path) -> dict[str, torch.Tensor]:
     source.mkdir()
-    (source / "config.json").write_text(json.dumps({"torch_dtype": "float32", "hidden_size": 4}))
+    (source / "config.json").write_text(
+        json.dumps({"torch_dtype": "float32", "hidden_size": 4})
+    )
     (source / "tokenizer.json").write_text("{}")
     (source / "model.safetensors").write_text("old weights")
     (source / "model.safetensors.index.json").write_text("old index")
-    tensors = {name: torch.full((4,), float(place)) for place, name in enumerate("abcde")}
+    tensors = {
+        name: torch.full((4,), float(place)) for place, name in enumerate("abcde")
+    }
     moved: list[int] = []
     exported(source, folder, tensors, dtype="bfloat16", moved=moved.append)
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
@@ -70,7 +78,9 @@ def write(source: Path, folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def further_layers(source: Path, num_layers: int, **files: dict[str, torch.Tensor]) -> None:
+def further_layers(
+    source: Path, num_layers: int, **files: dict[str, torch.Tensor]
+) -> None:
     """Makes a model's folder of `num_layers` trained layers, and others."""
     source.mkdir()
     (source / "config.json").write_text(json.dumps({"num_hidden_layers": num_layers}))
@@ -78,7 +88,9 @@ def further_layers(source: Path, num_layers: int, **files: dict[str, torch.Tenso
         save_file(tensors, source / f"{name}.safetensors")
 
 
-def test_small_model_is_one_file_beside_configuration_and_tokenizer(tmp_path: Path) -> None:
+def test_small_model_is_one_file_beside_configuration_and_tokenizer(
+    tmp_path: Path,
+) -> None:
     folder = tmp_path / "out"
     tensors = write(tmp_path / "in", folder)
     assert {path.name for path in folder.iterdir()} == {
@@ -95,18 +107,28 @@ def test_small_model_is_one_file_beside_configuration_and_tokenizer(tmp_path: Pa
     }
 
 
-def test_whoever_may_read_the_configuration_may_read_the_weights(tmp_path: Path) -> None:
+def test_whoever_may_read_the_configuration_may_read_the_weights(
+    tmp_path: Path,
+) -> None:
     before = os.umask(0o027)
     try:
         write(tmp_path / "in", tmp_path / "out")
         (tmp_path / "other").touch()
     finally:
         os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()}
-    assert modes["model.safetensors"] == (tmp_path / "other").stat().st_mode & 0o777 == 0o640
+    modes = {
+        path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "out").iterdir()
+    }
+    assert (
+        modes["model.safetensors"]
+        == (tmp_path / "other").stat().st_mode & 0o777
+        == 0o640
+    )
 
 
-def test_large_model_is_several_files_with_an_index(tmp_path: Path, monkeypatch) -> None:
+def test_large_model_is_several_files_with_an_index(
+    tmp_path: Path, monkeypatch
+) -> None:
     folder = tmp_path / "out"
     monkeypatch.setattr(export, "MAX_SHARD_BYTES", 32)
     tensors = write(tmp_path / "in", folder)
@@ -120,10 +142,19 @@ def test_large_model_is_several_files_with_an_index(tmp_path: Path, monkeypatch)
     assert len(list(folder.glob("*.safetensors"))) == 3
 
 
-def test_layers_that_predict_further_tokens_are_copied_as_they_are(tmp_path, monkeypatch) -> None:
-    names = ["model.layers.1.a", "model.layers.2.a", "model.layers.10.eh_proj.weight", "mtp.fc"]
+def test_layers_that_predict_further_tokens_are_copied_as_they_are(
+    tmp_path, monkeypatch
+) -> None:
+    names = [
+        "model.layers.1.a",
+        "model.layers.2.a",
+        "model.layers.10.eh_proj.weight",
+        "mtp.fc",
+    ]
     tensors = {name: torch.full((4,), float(place)) for place, name in enumerate(names)}
-    first_tensors, two = ({name: tensors[name] for name in some} for some in (names[:2], names[2:]))
+    first_tensors, two = (
+        {name: tensors[name] for name in some} for some in (names[:2], names[2:])
+    )
     further_layers(tmp_path / "in", 2, one=first_tensors, two=two)
     trained = {names[0]: torch.ones(4)}
     # A file for each tensor.
@@ -217,7 +248,9 @@ def test_adapters_are_named_by_transformers_modules_of_the_decoder() -> None:
 
 
 @pytest.mark.parametrize("moment", ["begin", "write"])
-def test_a_folder_for_which_the_disk_has_no_room_is_removed(moment: str, tmp_path: Path) -> None:
+def test_a_folder_for_which_the_disk_has_no_room_is_removed(
+    moment: str, tmp_path: Path
+) -> None:
     """What is left of it would keep the disk full."""
     partial = tmp_path / "out.partial"
 
@@ -279,12 +312,30 @@ def test_files_that_training_makes_stale_are_left_out(tmp_path: Path) -> None:
         "onnx/model.onnx_data",
         "original/consolidated.pth",
     ]
-    stale += ["adapter_config.json", "tf_model.h5", "flax_model.msgpack", "rust_model.ot", "m.bin"]
-    for name in ("config.json", "tokenizer.json", "README.md", "modeling_own.py", *stale):
+    stale += [
+        "adapter_config.json",
+        "tf_model.h5",
+        "flax_model.msgpack",
+        "rust_model.ot",
+        "m.bin",
+    ]
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "README.md",
+        "modeling_own.py",
+        *stale,
+    ):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("{}")
     folder = exported(source, tmp_path / "out")
-    names = {"README.md", "config.json", "model.safetensors", "modeling_own.py", "tokenizer.json"}
+    names = {
+        "README.md",
+        "config.json",
+        "model.safetensors",
+        "modeling_own.py",
+        "tokenizer.json",
+    }
     assert {path.name for path in folder.rglob("*")} == {*names, EXPORT_MANIFEST}
     manifest = json.loads((folder / EXPORT_MANIFEST).read_text())
     assert {entry["path"] for entry in manifest["files"]} == names
@@ -298,12 +349,19 @@ def test_a_read_only_model_s_export_can_be_written(tmp_path: Path) -> None:
     for path in (*source.rglob("*"), source):
         path.chmod(0o555 if path.is_dir() else 0o444)
     folder = exported(source, tmp_path / "out")
-    assert all(path.stat().st_mode & stat.S_IWUSR for path in (folder, *folder.rglob("*")))
+    assert all(
+        path.stat().st_mode & stat.S_IWUSR for path in (folder, *folder.rglob("*"))
+    )
 
 
-def test_a_template_that_cannot_be_read_is_named_before_training(tmp_path: Path) -> None:
+def test_a_template_that_cannot_be_read_is_named_before_training(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    server = {"chat_template": str(tmp_path / "no.jinja"), "chat_template_kwargs": {"a": 1}}
+    server = {
+        "chat_template": str(tmp_path / "no.jinja"),
+        "chat_template_kwargs": {"a": 1},
+    }
     config = small_config(model={"path": str(tmp_path)}, rollout_server=server)
     with pytest.raises(ConfigError, match="rollout_server.chat_template: .*no.jinja"):
         RunChat.of(config)
@@ -311,13 +369,19 @@ def test_a_template_that_cannot_be_read_is_named_before_training(tmp_path: Path)
     assert RunChat.of(config) == RunChat("a", {"a": 1})
 
 
-def adapter_settings(folder: Path, model_type: str, *matrices: str) -> dict[str, object]:
+def adapter_settings(
+    folder: Path, model_type: str, *matrices: str
+) -> dict[str, object]:
     """The settings of an exported folder with adapters on `matrices`."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
     config = small_config(model={"path": str(folder)}, lora={"rank": 4, "alpha": 8})
     paths = [f"base_model.model.model.layers.0.{name}" for name in matrices]
-    tensors = {f"{path}.lora_{factor}.weight": torch.zeros(1) for path in paths for factor in "AB"}
+    tensors = {
+        f"{path}.lora_{factor}.weight": torch.zeros(1)
+        for path in paths
+        for factor in "AB"
+    }
     write_adapter(tensors, config, folder / "out", lambda _: None)
     parsed = json.loads((folder / "out" / "adapter_config.json").read_text())
     names = ("target_modules", "target_parameters")
@@ -326,7 +390,9 @@ def adapter_settings(folder: Path, model_type: str, *matrices: str) -> dict[str,
 
 def test_adapters_name_their_matrices_as_peft_finds_them(tmp_path: Path) -> None:
     """PEFT itself reads such folders in tests/integration/test_peft.py."""
-    dense = adapter_settings(tmp_path / "dense", "llama", "self_attn.q_proj", "mlp.up_proj")
+    dense = adapter_settings(
+        tmp_path / "dense", "llama", "self_attn.q_proj", "mlp.up_proj"
+    )
     assert dense == {"target_modules": ["q_proj", "up_proj"]}
     names = ("mlp.up_proj", "mlp.experts.3.up_proj", "mlp.shared_experts.up_proj")
     mixture = adapter_settings(tmp_path / "glm", "glm4_moe", "self_attn.q_proj", *names)

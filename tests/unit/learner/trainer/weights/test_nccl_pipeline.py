@@ -80,7 +80,9 @@ def test_a_bucket_is_put_together_and_digested_while_others_travel() -> None:
     assert first == [FILL + BROADCAST * n for n in range(5)]
 
 
-def test_the_next_sender_is_ready_when_the_one_before_has_sent_its_last_bucket() -> None:
+def test_the_next_sender_is_ready_when_the_one_before_has_sent_its_last_bucket() -> (
+    None
+):
     senders = (0, 0, 0, 1, 1)
     assert begins(0, senders) == [FILL + BROADCAST * n for n in range(5)]
     # Rank 1 waits for none of its own work, not even for the two buckets that it fills itself.

@@ -75,7 +75,9 @@ def config(tmp_path: Path) -> Config:
     )
 
 
-def train(config: Config, steps: range, *, num_ranks: int = 2, incarnation: int = 0) -> None:
+def train(
+    config: Config, steps: range, *, num_ranks: int = 2, incarnation: int = 0
+) -> None:
     """Exports after each of `steps`, as a trainer of `num_ranks` ranks does; weights are steps."""
 
     def work(ranks: ThreadRanks) -> None:
@@ -105,7 +107,9 @@ def weights_in(config: Config) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_each_due_version_has_a_folder_of_its_own_weights(config: Config, num_ranks: int) -> None:
+def test_each_due_version_has_a_folder_of_its_own_weights(
+    config: Config, num_ranks: int
+) -> None:
     train(config, range(6), num_ranks=num_ranks)
     assert weights_in(config) == {"step-000002": 2.0, "step-000004": 4.0}
     folder = config.run_dir / "exports" / "step-000004"
@@ -126,7 +130,9 @@ def test_the_newest_versions_stay(config: Config) -> None:
     assert list(weights_in(config)) == ["step-000008", "step-000010"]
 
 
-def test_a_run_that_goes_on_writes_no_folder_twice_and_none_is_missing(config: Config) -> None:
+def test_a_run_that_goes_on_writes_no_folder_twice_and_none_is_missing(
+    config: Config,
+) -> None:
     train(config, range(5))
     exports = config.run_dir / "exports"
     path = exports / "step-000004" / "model.safetensors"
@@ -147,7 +153,9 @@ def test_a_folder_of_weights_that_were_made_again_is_replaced(config: Config) ->
     assert json.loads(path.read_text())["incarnation"] == 1
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(config: Config) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(
+    config: Config,
+) -> None:
     (config.run_dir / "exports").mkdir(parents=True)
     (config.run_dir / "exports" / "step-000002").touch()
     with pytest.raises(CheckpointError, match="the disk of .*exports failed"):

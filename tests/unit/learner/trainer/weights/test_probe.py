@@ -6,7 +6,9 @@ from support.fakes.fake_controller import make_batch, with_branches
 def test_probe_takes_sequences_from_the_whole_batch_and_cuts_them() -> None:
     batch = make_batch(0, num_groups=4, group_size=5, vocab_size=9, max_tokens=30)
     probes = probe_sequences(batch, vocab_size=9, max_tokens=7)
-    expected = [batch.trajectories[place].token_ids[:7].tolist() for place in range(0, 16, 2)]
+    expected = [
+        batch.trajectories[place].token_ids[:7].tolist() for place in range(0, 16, 2)
+    ]
     assert [token_ids.tolist() for token_ids in probes] == expected
 
 

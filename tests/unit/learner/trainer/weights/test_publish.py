@@ -35,7 +35,13 @@ from slipstream.v1 import trainer_pb2, weights_pb2
 from support.fakes import fake_nccl
 from support.fakes.fake_controller import FakeController, publish_order
 from support.fakes.small_configs import small_config
-from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, packed, run_ranks
+from support.ranks.thread_ranks import (
+    PlainFilling,
+    PlainModel,
+    ThreadRanks,
+    packed,
+    run_ranks,
+)
 from support.rigs.waiting import LIMIT_S, wait_until
 
 LONG_S = 60.0
@@ -72,10 +78,18 @@ class NcclMember:
     """A receiver over the fake library."""
 
     def __init__(
-        self, where: weights_pb2.Communicator, rank: int, deadline_s: float, _: torch.device
+        self,
+        where: weights_pb2.Communicator,
+        rank: int,
+        deadline_s: float,
+        _: torch.device,
     ) -> None:
         self._group = NcclGroup.join(
-            0, where.unique_id, rank=rank, world_size=where.world_size, deadline_s=deadline_s
+            0,
+            where.unique_id,
+            rank=rank,
+            world_size=where.world_size,
+            deadline_s=deadline_s,
         )
 
     def receive(self, incoming: Incoming) -> Iterator[torch.Tensor]:
@@ -83,7 +97,9 @@ class NcclMember:
             data = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
             pointer = data.data_ptr()
             deadline_s = incoming.bucket_deadline_s
-            self._group.broadcast(pointer, len(data), bucket.root, 0, deadline_s=deadline_s)
+            self._group.broadcast(
+                pointer, len(data), bucket.root, 0, deadline_s=deadline_s
+            )
             self._group.wait()
             yield data
 
@@ -94,7 +110,9 @@ class NcclMember:
 class Worker:
     """Receives some updates on a thread, and holds the buckets that came last."""
 
-    def __init__(self, scene: "Scene", where: weights_pb2.Communicator, rank: int) -> None:
+    def __init__(
+        self, scene: "Scene", where: weights_pb2.Communicator, rank: int
+    ) -> None:
         self.held: list[bytes] = [b""] * len(scene.buckets)
         self.num_buckets = 0
         self._scene = scene
@@ -116,7 +134,9 @@ class Worker:
         scene = self._scene
         time.sleep(self._delay_s)
         try:
-            kind = NcclMember if scene.transport == "nccl" else TRANSPORTS[scene.transport]
+            kind = (
+                NcclMember if scene.transport == "nccl" else TRANSPORTS[scene.transport]
+            )
             receiver: Any = kind(*self._joins)
             for buckets in scene.updates:
                 incoming = Incoming(buckets, 20.0, own_buffers=False)
@@ -191,7 +211,9 @@ class Scene:
         # The communicator that the trainer names after a publish.
         self.communicator_id: str | None = None
 
-    def run(self, *, new_communicator: bool, begun: bool = False) -> trainer_pb2.PublishResult:
+    def run(
+        self, *, new_communicator: bool, begun: bool = False
+    ) -> trainer_pb2.PublishResult:
         """Publishes once; returns the newest result, an empty one without any."""
 
         def on_rank(ranks: ThreadRanks) -> None:
@@ -202,7 +224,9 @@ class Scene:
         return results[-1] if results else trainer_pb2.PublishResult()
 
     def stream(self, ranks: ThreadRanks) -> WeightStream:
-        filling = PlainFilling(self.tensors, ranks, lambda place: self.on_fill(ranks.rank, place))
+        filling = PlainFilling(
+            self.tensors, ranks, lambda place: self.on_fill(ranks.rank, place)
+        )
         model = PlainModel(ranks)
         model.memory = NotedMemory(self, ranks.rank)
         return WeightStream(model, filling, bucket_bytes=BUCKET_BYTES)
@@ -217,7 +241,9 @@ class Scene:
         order.bucket_deadline_s = self._weights.bucket_deadline_s
         order.receivers[0].num_workers = NUM_WORKERS
         make = {self.transport: self.senders[ranks.rank]}.__getitem__
-        publisher = WeightPublisher(Published(stream), make, ranks=ranks, client=self.client)
+        publisher = WeightPublisher(
+            Published(stream), make, ranks=ranks, client=self.client
+        )
         publisher.run(order, None)
         if ranks.is_main:
             self.communicator_id = publisher.communicator_id
@@ -265,7 +291,9 @@ class Scene:
             self.workers = [Worker(self, where, rank) for rank in ranks]
             self._all_workers += self.workers
         name = "another" if self.mode == "is replaced" else "server"
-        return [weights_pb2.Receiver(server_id=name, first_rank=1, num_workers=NUM_WORKERS)]
+        return [
+            weights_pb2.Receiver(server_id=name, first_rank=1, num_workers=NUM_WORKERS)
+        ]
 
 
 @pytest.fixture(autouse=True)
@@ -277,7 +305,8 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake_nccl.FakeNccl]:
 
 
 @pytest.fixture(
-    params=[("gloo", 1), ("gloo", 2), ("ipc", 1), ("nccl", 2)], ids=lambda p: f"{p[0]}-{p[1]}"
+    params=[("gloo", 1), ("gloo", 2), ("ipc", 1), ("nccl", 2)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
 )
 def scene(request: pytest.FixtureRequest, cupy: fake_nccl.FakeNccl) -> Iterator[Scene]:
     scene = Scene(cupy, *request.param)
@@ -298,10 +327,14 @@ def test_publish_reports_the_digests_and_the_bytes(scene: Scene) -> None:
     assert result.send_s > 0
     assert 0 < result.wire_s < result.send_s
     assert result.wire_bytes == result.bytes_sent
-    assert [worker.digests() for worker in scene.workers] == [scene.digests()] * NUM_WORKERS
+    assert [worker.digests() for worker in scene.workers] == [
+        scene.digests()
+    ] * NUM_WORKERS
 
 
-def test_a_communicator_is_kept_and_a_publish_that_has_begun_asks_nobody(scene: Scene) -> None:
+def test_a_communicator_is_kept_and_a_publish_that_has_begun_asks_nobody(
+    scene: Scene,
+) -> None:
     scene.updates = 3 * [scene.buckets]
     scene.run(new_communicator=True)
     assert scene.communicator_id == "members-1"
@@ -313,11 +346,16 @@ def test_a_communicator_is_kept_and_a_publish_that_has_begun_asks_nobody(scene: 
     for worker in scene.workers:
         assert worker.digests() == scene.digests()
         assert worker.num_buckets == 3 * len(scene.buckets)
-    outcomes = [(result.error, list(result.bucket_digests)) for result in scene.controller.results]
+    outcomes = [
+        (result.error, list(result.bucket_digests))
+        for result in scene.controller.results
+    ]
     assert outcomes == 3 * [("", scene.digests())]
 
 
-def test_publish_without_its_communicator_fails_or_asks_for_a_new_one(scene: Scene) -> None:
+def test_publish_without_its_communicator_fails_or_asks_for_a_new_one(
+    scene: Scene,
+) -> None:
     assert "no communicator" in scene.run(new_communicator=False, begun=True).error
     assert scene.communicator_id == ""
     assert "members-1 is gone" in scene.run(new_communicator=False).error
@@ -347,7 +385,9 @@ def test_a_server_that_does_not_join_in_time_is_reported_once_and_stops_no_other
     assert scene.run(new_communicator=True).error == ""
 
 
-def test_receivers_that_die_in_the_middle_are_reported_once_and_all_senders_abort(scene):
+def test_receivers_that_die_in_the_middle_are_reported_once_and_all_senders_abort(
+    scene,
+):
     scene.num_taken = 1
     scene.set_deadlines(NO_BUCKET)
     filled: list[tuple[int, int]] = []
@@ -370,15 +410,21 @@ def test_publish_does_not_wait_for_a_server_that_was_dropped(scene: Scene) -> No
     assert scene.run(new_communicator=True).error == "server did not take part"
 
 
-def test_server_that_dies_while_all_meet_does_not_cost_the_deadline(scene: Scene) -> None:
+def test_server_that_dies_while_all_meet_does_not_cost_the_deadline(
+    scene: Scene,
+) -> None:
     scene.mode = "is silent"
     scene.controller.still_there = list
     error = scene.run(new_communicator=True).error
     # A rank may first see that another one has closed the place where all meet.
-    assert re.search("before one of them was lost|Connection was likely closed", error), error
+    assert re.search(
+        "before one of them was lost|Connection was likely closed", error
+    ), error
 
 
-def test_parameters_are_on_the_device_before_any_member_waits_for_a_bucket(scene: Scene) -> None:
+def test_parameters_are_on_the_device_before_any_member_waits_for_a_bucket(
+    scene: Scene,
+) -> None:
     assert scene.run(new_communicator=True).error == ""
     assert scene.starts_when_resident[0] == 0
 
@@ -459,7 +505,9 @@ def test_a_lane_is_free_while_the_other_one_travels_and_its_own_thread_waits() -
     group = Group()
     vars(sender)["_group"] = group
     buckets = plan_buckets([TensorSpec(name, "float32", (3,)) for name in "ab"], 12)
-    first, second = (sender.send(bucket, torch.zeros(12, dtype=torch.uint8)) for bucket in buckets)
+    first, second = (
+        sender.send(bucket, torch.zeros(12, dtype=torch.uint8)) for bucket in buckets
+    )
     thread_id = threading.get_ident()
     first()
     assert [thread_id in work.waiting for work in group.works] == [True, False]
@@ -482,14 +530,18 @@ def test_transport_that_cannot_be_is_refused() -> None:
     make = functools.partial(
         make_sender, weights=WeightsSection(), device=CPU, largest_bucket=1, host=HOST
     )
-    with pytest.raises(ConfigError, match=r"weights\.transport is nccl, but the trainer has no"):
+    with pytest.raises(
+        ConfigError, match=r"weights\.transport is nccl, but the trainer has no"
+    ):
         make("nccl")
     with pytest.raises(ConfigError, match="must be gloo, nccl or ipc, got 'mpi'"):
         make("mpi")
     publisher: Any = WeightPublisher(None, make, ranks=None, client=None)  # type: ignore[arg-type]
     assert publisher._sender_of("gloo") is publisher._sender_of("gloo")
     elsewhere = GlooSender(WeightsSection(), host="192.0.2.1")
-    with pytest.raises(ConfigError, match=r"learner\.master must be an address of this machine"):
+    with pytest.raises(
+        ConfigError, match=r"learner\.master must be an address of this machine"
+    ):
         announce(elsewhere)
 
 
@@ -501,7 +553,11 @@ def test_meeting_that_was_given_up_leaves_no_thread_behind() -> None:
     abandoned.set()
     with pytest.raises(WeightSyncError, match="before one of them was lost"):
         sender.connect(where, 0, abandoned)
-    wait_until(lambda: not any(thread.name == "weight-sender" for thread in threading.enumerate()))
+    wait_until(
+        lambda: (
+            not any(thread.name == "weight-sender" for thread in threading.enumerate())
+        )
+    )
 
 
 def test_leader_that_gives_a_meeting_up_frees_the_other_senders() -> None:
@@ -541,7 +597,9 @@ def test_bucket_that_nobody_takes_is_named_with_its_limit() -> None:
     joining.join(LONG_S)
     (large,) = plan_buckets([TensorSpec("large", "float32", (16 << 20,))], 1)
     sender.send(large, torch.zeros(large.num_bytes, dtype=torch.uint8))
-    with pytest.raises(WeightSyncError, match="a bucket of 67108864 bytes from rank 0") as raised:
+    with pytest.raises(
+        WeightSyncError, match="a bucket of 67108864 bytes from rank 0"
+    ) as raised:
         sender.finish()
     assert "weights.bucket_deadline_s = " in str(raised.value)
     assert "/third_party/" not in str(raised.value)

@@ -44,7 +44,9 @@ def generation(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("has_file", [True, False])
-def test_an_export_names_all_tokens_that_end_a_reply(tmp_path: Path, *, has_file: bool) -> None:
+def test_an_export_names_all_tokens_that_end_a_reply(
+    tmp_path: Path, *, has_file: bool
+) -> None:
     model = make_chat_model(tmp_path / "model")
     if not has_file:
         (model / "generation_config.json").unlink()

@@ -2,9 +2,17 @@
 
 import torch
 from slipstream.core.settings.sections import WeightsSection
-from slipstream.learner.trainer.weights.weight_stream import Release, WeightStream, bucket_bytes
+from slipstream.learner.trainer.weights.weight_stream import (
+    Release,
+    WeightStream,
+    bucket_bytes,
+)
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec
-from slipstream.protocol.weights.digests import BucketDigests, HostDigests, tensor_digest
+from slipstream.protocol.weights.digests import (
+    BucketDigests,
+    HostDigests,
+    tensor_digest,
+)
 from support.ranks.thread_ranks import PlainFilling, PlainModel, ThreadRanks, run_ranks
 from torch import Tensor
 
@@ -37,12 +45,17 @@ def test_bucket_is_sent_before_its_digest_and_waits_only_for_the_lane_before() -
         return lambda: events.append(f"wait for {place}")
 
     def on_rank(ranks: ThreadRanks) -> None:
-        filling = PlainFilling(TENSORS, ranks, on_fill=lambda place: events.append(f"fill {place}"))
+        filling = PlainFilling(
+            TENSORS, ranks, on_fill=lambda place: events.append(f"fill {place}")
+        )
         stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=1000)
         digests: BucketDigests = WatchedDigests(HostDigests(stream.buckets), events)
         stream._digests = digests
         found = stream.run(send)
-        expected = {spec.name: tensor_digest(data.numpy().data) for spec, data in TENSORS.items()}
+        expected = {
+            spec.name: tensor_digest(data.numpy().data)
+            for spec, data in TENSORS.items()
+        }
         assert found.by_name == expected
 
     run_ranks(1, on_rank)
@@ -66,7 +79,9 @@ def test_bucket_is_sent_before_its_digest_and_waits_only_for_the_lane_before() -
     ]
 
 
-def test_what_was_filled_ahead_is_sent_at_once_and_never_after_the_weights_have_changed() -> None:
+def test_what_was_filled_ahead_is_sent_at_once_and_never_after_the_weights_have_changed() -> (
+    None
+):
     events: list[str] = []
     tensors = dict(TENSORS)
 
@@ -75,7 +90,9 @@ def test_what_was_filled_ahead_is_sent_at_once_and_never_after_the_weights_have_
         return lambda: None
 
     def on_rank(ranks: ThreadRanks) -> None:
-        filling = PlainFilling(tensors, ranks, on_fill=lambda place: events.append(f"fill {place}"))
+        filling = PlainFilling(
+            tensors, ranks, on_fill=lambda place: events.append(f"fill {place}")
+        )
         stream = WeightStream(PlainModel(ranks), filling, bucket_bytes=1000)
         before = stream.run()
         del events[:]
@@ -83,14 +100,22 @@ def test_what_was_filled_ahead_is_sent_at_once_and_never_after_the_weights_have_
         stream.fill_ahead()
         assert events == ["fill 0", "fill 1"]
         assert stream.run(send).by_name == before.by_name
-        assert events[2:] == ["send 0", "send 1", "fill 2", "send 2", "fill 3", "send 3"]
+        assert events[2:] == [
+            "send 0",
+            "send 1",
+            "fill 2",
+            "send 2",
+            "fill 3",
+            "send 3",
+        ]
         # A step of training, and the pass that tells its digests.
         stream.fill_ahead()
         for spec, data in TENSORS.items():
             tensors[spec] = data + 1
         changed = stream.run()
         assert changed.by_name == {
-            spec.name: tensor_digest(data.numpy().data) for spec, data in tensors.items()
+            spec.name: tensor_digest(data.numpy().data)
+            for spec, data in tensors.items()
         }
         del events[:]
         assert stream.run(send).by_name == changed.by_name
