@@ -701,7 +701,7 @@ async def test_a_client_that_hangs_up_ends_its_reply_and_its_tokens_are_kept(
 ) -> None:
     rig.engine.may_end.clear()
     stream = await rig.openai().chat.completions.create(
-        model="m", messages=[{"role": "user", "content": "long " * 20}], stream=True
+        model="m", messages=[{"role": "user", "content": "long " * 100}], stream=True
     )
     async for chunk in stream:
         if chunk.choices[0].delta.content:
@@ -709,7 +709,7 @@ async def test_a_client_that_hangs_up_ends_its_reply_and_its_tokens_are_kept(
     await stream.close()
     await rig.recorder.settled()
     (sample,) = rig.engine.samples
-    assert 0 < len(sample.tokens) < 100
+    assert 0 < len(sample.tokens) < 500
     assert rig.engine.num_open == 0
 
 

@@ -32,7 +32,7 @@ async def test_a_slow_environment_has_its_share_of_each_batch_from_the_first_ste
     quick = {"reference": "user_environments:Repeat", "timeout_s": 10.0}
     # A reply takes some ten times as long as one of the other.
     slow = {
-        "reference": "user_environments:Slow",
+        "reference": "user_environments:SlowAndVaried",
         "args": {"step_s": 1.0},
         "timeout_s": 60.0,
     }

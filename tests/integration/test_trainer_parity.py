@@ -22,6 +22,7 @@ from support.ranks.parity_layouts import (
     PARITY_STEPS,
     SLOW,
     batches,
+    batches_of,
     config_of,
     each_layout_of,
 )
@@ -83,7 +84,7 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
     torch.testing.assert_close(
         result["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5
     )
-    for step, batch in enumerate(batches(plain.config)[:PARITY_STEPS]):
+    for step, batch in enumerate(batches_of(layout, plain.config)[:PARITY_STEPS]):
         expected = plain.step(batch)
         for name, value in expected.items():
             assert result["metrics"][step][name] == pytest.approx(

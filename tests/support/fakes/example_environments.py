@@ -64,6 +64,14 @@ class Slow(Breaking):
         return await Repeat.step(self, reply)
 
 
+class SlowAndVaried(Slow):
+    """Judges slowly, and nearly no two replies alike."""
+
+    async def judge(self, reply):
+        await super().judge(reply)
+        return StepResult(reward=sum(map(ord, reply)) % 17 / 16)
+
+
 class Sabotaged(Breaking):
     """Has 25 tasks, and every fourth one breaks in its own way.
 

@@ -471,14 +471,20 @@ def batches(config: Config) -> list[Batch]:
         batches[:] = map(with_kept_tokens, batches)
     if config.reference is not None and config.reference.server is not None:
         batches = [with_reference(batch) for batch in batches]
-    elif config.reference is not None:
-        longest = config.sampling.max_episode_tokens
-        batches = [with_teacher(batch, max_tokens=longest) for batch in batches]
     return (
         batches
         if algorithm.router_replay == "off"
         else [with_experts(batch) for batch in batches]
     )
+
+
+def batches_of(job: str, config: Config) -> list[Batch]:
+    """The batches of a layout, with other prompts for its teacher if it has one."""
+    layout = (LAYOUTS | EXTRAORDINARY)[job.partition("@")[0]]
+    if not layout.teacher:
+        return batches(config)
+    longest = config.sampling.max_episode_tokens
+    return [with_teacher(batch, max_tokens=longest) for batch in batches(config)]
 
 
 def with_environments(batch: Batch) -> Batch:

@@ -25,6 +25,7 @@ from support.ranks.parity_layouts import (
     LAYOUTS,
     PARITY_STEPS,
     batches,
+    batches_of,
     config_of,
     probe,
 )
@@ -79,7 +80,7 @@ def train(folder: Path, job: str) -> None:
     sequences = probe(config)
     metrics = []
     logprobs = [score(policy, sequences)]
-    for batch in batches(config)[:PARITY_STEPS]:
+    for batch in batches_of(job, config)[:PARITY_STEPS]:
         # A rank has the recorded experts of what it trains, and no others.
         own_batch = read_order(batch_order(batch), step.share)
         with recorded_inputs(policy) as inputs:

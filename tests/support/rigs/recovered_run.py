@@ -161,14 +161,19 @@ async def play(
     turns: int,
     steps: int,
     groups: int,
-    every_s: float | None,
+    every_s: float | None = None,
+    every_replies: int | None = None,
     roles: Sequence[str] = tuple(ROLES),
     seed: int = 0,
     recover: bool = True,
     pause_s: float = 0.0,
     limit_s: float,
 ) -> Played:
-    """Plays a run, with a kill -9 of a process of `roles` each `every_s` from its first note on."""
+    """Plays a run, with a kill -9 of a process of `roles` now and then from its first note on.
+
+    Each `every_s` seconds one is drawn; or behind each `every_replies` replies all processes of the
+    next role are killed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config_of(
         folder,
@@ -182,7 +187,12 @@ async def play(
     began_s = time.monotonic()
     kills: Counter[str] = Counter()
     async with command(folder, "run", "config.toml", cwd=folder) as run:
-        killing = asyncio.create_task(_kill(run, folder, kills, every_s, roles, seed))
+        notes = folder / "notes"
+        if every_replies is not None:
+            course = _kill_by_replies(run, notes, kills, every_replies, roles)
+        else:
+            course = _kill_by_time(run, notes, kills, every_s, roles, seed)
+        killing = asyncio.create_task(course)
         try:
             code = await run.wait(limit_s)
         finally:
@@ -216,16 +226,15 @@ async def play(
     )
 
 
-async def _kill(
+async def _kill_by_time(
     run: Command,
-    folder: Path,
+    notes: Path,
     kills: Counter[str],
     every_s: float | None,
     roles: Sequence[str],
     seed: int,
 ) -> None:
     generator = random.Random(seed)
-    notes = folder / "notes"
     while not notes.exists():
         await asyncio.sleep(0.2)
     while every_s is not None:
@@ -234,6 +243,28 @@ async def _kill(
         if processes := run.find(ROLES[role]):
             kill(generator.choice(processes))
             kills[role] += 1
+
+
+async def _kill_by_replies(
+    run: Command,
+    notes: Path,
+    kills: Counter[str],
+    every_replies: int,
+    roles: Sequence[str],
+) -> None:
+    for number, role in enumerate(roles, start=1):
+        while not notes.exists() or _num_lines(notes) < number * every_replies:
+            await asyncio.sleep(0.05)
+        while not (processes := run.find(ROLES[role])):
+            await asyncio.sleep(0.05)
+        # One alone may have no episode.
+        for process in processes:
+            kill(process)
+        kills[role] += len(processes)
+
+
+def _num_lines(notes: Path) -> int:
+    return notes.read_bytes().count(b"\n")
 
 
 def unequal_rewards(quiet: Played, harmed: Played) -> int:

@@ -67,7 +67,7 @@ def test_the_round_trip_draws_several_values_of_every_field() -> None:
     values: dict[str, set[object]] = {}
 
     @given(trajectories())
-    @settings(max_examples=200, database=None)
+    @settings(max_examples=1000, database=None)
     def draw(trajectory: Trajectory) -> None:
         for place, value in drawn_values(trajectory):
             values.setdefault(place, set()).add(value)

@@ -98,13 +98,14 @@ def all_checks(scene: Scene) -> list[Check]:
 async def require(scene: Scene, *stages: Stage, facts: list[str] | None = None) -> list[str]:
     """Makes the checks of `stages` that the scene's parts need; raises ConfigError for a problem.
 
-    Those that start no program come first, whatever their stage: a full disk is no news after a
-    minute. A dry run goes on where this machine lacks something; it is returned. `facts` gets what
-    commands say of a run that may start.
+    Quick checks of the settings and the machine come first: a full disk is no news after a minute.
+    Then come those that start a program, and last the places that another run may have now. A dry
+    run goes on where this machine lacks something; it is returned. `facts` gets what commands say
+    of a run that may start.
     """
     lacking = []
     checks = [check for check in all_checks(scene) if check.stage in stages]
-    checks.sort(key=lambda check: check.starts_program)
+    checks.sort(key=_order)
     for check in checks:
         if not check.needs & scene.parts:
             continue
@@ -116,6 +117,12 @@ async def require(scene: Scene, *stages: Stage, facts: list[str] | None = None) 
                 if not (scene.dry_run and check.of_machine):
                     raise ConfigError(lacking[-1])
     return lacking
+
+
+def _order(check: Check) -> int:
+    if check.starts_program:
+        return 1
+    return 0 if check.stage is Stage.SETTINGS or check.of_machine else 2
 
 
 async def find_all(scene: Scene) -> list[Finding]:
