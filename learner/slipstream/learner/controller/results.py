@@ -157,7 +157,7 @@ class Results(Part):
                 "queued_tokens": float(snapshot.queued),
                 "ledger_difference": float(snapshot.difference),
                 "missing_members": float(
-                    max(sum(g.size for g in batch.groups) - len(batch.trajectories), 0)
+                    max(self._num_leased(batch.groups) - len(batch.trajectories), 0)
                 ),
                 "filtered_groups": float(books.state.filtered_groups[batch.step]),
                 "set_aside_batches": float(len(books.state.set_aside)),
@@ -192,6 +192,11 @@ class Results(Part):
             self._exported = exported
             folder = self._run.config.run_dir / EXPORTS
             self._run.events.add(f"version {exported} is exported to {folder}/step-{exported:06d}")
+
+    def _num_leased(self, groups: Sequence[Group]) -> int:
+        """Returns how many episodes `groups` had at first; a batch that was read has fewer."""
+        sizes = self._books.leases.group_sizes
+        return sum(sizes.of(group.environment) for group in groups)
 
     async def _watch_ledger(self) -> None:
         """Adds an error event for each hand-over whose two counts begin to differ."""
