@@ -96,7 +96,22 @@ class Row:
 
 def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
     """Yields a line for each oddity of `rows`; tasks with several turns may begin alike."""
+    yield from _repeated(rows, is_interactive=is_interactive)
     solved = [row for row in rows if row.right]
+    yield from _uneven(solved)
+    answered = [row for row in solved if row.answer.strip()]
+    yield from _odd(answered)
+    yield from _damaged(rows, answered)
+    yield from _shifted(answered)
+    if revealed := _told(answered):
+        yield f"the prompt holds the right answer in {_such_as(revealed, solved)}"
+    if solved and len(solved) < len(rows):
+        lacking = [row.index for row in rows if not row.right]
+        yield f"{of(len(lacking), len(rows))}, such as task {lacking[0]}, have no right answer"
+
+
+def _repeated(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
+    """Yields the gravest of: a task without a text, two that ask the same, two that nearly do."""
     shown = [row for row in rows if row.said and not row.has_images]
     blank = [row for row in shown if not row.text.strip()]
     earliest: dict[str, Row] = {}
@@ -119,6 +134,10 @@ def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
         what = f"{of(len(alike), len(rows))} ask what another one asks but for spaces and case"
         tasks = f"tasks {first_row.index} and {second_row.index}"
         yield f"{what}, such as {tasks}, {quoted(first_row.prompt)}"
+
+
+def _uneven(solved: Sequence[Row]) -> Iterator[str]:
+    """Yields what stands out among the right answers: one for all, a long one, a question."""
     if len(solved) >= _SEVERAL and len({row.right for row in solved}) == 1:
         yield f"the right answer is the same in all {len(solved)} tasks: {quoted(solved[0].right)}"
     longest = sorted(solved, key=lambda row: len(row.answer))
@@ -131,14 +150,6 @@ def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
     asking = [row for row in answered if row.answer.strip().endswith("?") and "?" not in row.prompt]
     if 2 * len(asking) > len(answered):
         yield f"the right answer asks, and the prompt does not, in {_such_as(asking, answered)}"
-    yield from _odd(answered)
-    yield from _damaged(rows, answered)
-    yield from _shifted(answered)
-    if revealed := _told(answered):
-        yield f"the prompt holds the right answer in {_such_as(revealed, solved)}"
-    if solved and len(solved) < len(rows):
-        lacking = [row.index for row in rows if not row.right]
-        yield f"{of(len(lacking), len(rows))}, such as task {lacking[0]}, have no right answer"
 
 
 def _damaged(rows: Sequence[Row], answered: Sequence[Row]) -> Iterator[str]:

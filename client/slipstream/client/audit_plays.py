@@ -172,8 +172,10 @@ class Played:
 
     def every(self) -> list[tuple[int, PlayedReply, PlayedEpisode]]:
         """Returns all plays with their tasks and kinds, in the order of the tasks."""
-        plays = [(i, kind, play) for kind in PlayedReply for i, play in self.plays[kind].items()]
-        return sorted(plays, key=lambda place: place[0])
+        plays = [
+            (index, kind, play) for kind in PlayedReply for index, play in self.plays[kind].items()
+        ]
+        return sorted(plays, key=lambda numbered: numbered[0])
 
     def rewards(self, kind: PlayedReply) -> dict[int, float]:
         """Returns what a reply earned where the play did not fail, by task."""
@@ -207,52 +209,82 @@ def reply_to(
         return {"reply": task.wrong[place]} if task.wrong else None
     if not task.right:
         return {PlayedReply.EMPTY: {"reply": ""}, PlayedReply.WORD: {"reply": "ok"}}.get(kind)
-    written = _written(task, own, form)
-    other = ""
-    if task.other is not None and not task.wrong:
-        other = _written(task.other, task.other.reply, form)
-    content = written.rpartition("</think>")[2].strip()
-    half = written[: len(written) // 2].rstrip()
+    right_reply = _written(task, own, form)
+    other = task.other if not task.wrong else None
+    other_reply = _written(other, other.reply, form) if other is not None else ""
     match kind:
         case PlayedReply.RIGHT | PlayedReply.AGAIN:
-            return {"reply": written}
+            return {"reply": right_reply}
         case PlayedReply.EMPTY:
             return {"reply": ""}
         case PlayedReply.OTHER:
-            return {"reply": other} if other else None
+            return {"reply": other_reply} if other_reply else None
         case PlayedReply.FORMED:
-            forms = [name for name in named_forms(task) if name != form]
-            answer = task.other.answer if task.other is not None and not task.wrong else ""
-            return {"reply": forms[0].replace("{}", answer)} if forms and answer else None
+            return _formed(task, other, form)
         case PlayedReply.THOUGHT:
-            text = f"<think>\n{content}\n</think>\n"
-            parsed = {"reasoning": content}
-            return {"reply": text, "parsed": parsed}
+            content = _content(right_reply)
+            return {
+                "reply": f"<think>\n{content}\n</think>\n",
+                "parsed": {"reasoning": content},
+            }
         case PlayedReply.BEHIND:
-            thought = other or "Well."
-            text = f"<think>\n{thought}\n</think>\n\n{content}"
-            return {"reply": text, "parsed": {"content": content, "reasoning": thought}}
+            return _behind_thoughts(_content(right_reply), other_reply or "Well.")
         case PlayedReply.BARE:
-            has_mark = own and task.answer and task.answer != written
+            has_mark = own and task.answer and task.answer != right_reply
             return {"reply": task.answer} if has_mark else None
         case PlayedReply.CUT:
-            # The number of "5 km" is not cut.
-            is_whole = re.findall(r"\d", half) == re.findall(r"\d", written) != []
-            return {"reply": half, "truncated": True} if half and not is_whole else None
+            return _cut(right_reply)
         case PlayedReply.HEDGED:
-            alternative = task.other.answer if task.other is not None else ""
-            if not (task.answer and alternative and task.answer in written):
-                return None
-            start, _, rest = written.rpartition(task.answer)
-            # Judges of the first and judges of the last word are found by one play a task.
-            both = (task.answer, alternative) if task.is_first else (alternative, task.answer)
-            return {"reply": f"{start}{' or '.join(both)}{rest}"}
+            return _hedged(task, right_reply)
         case PlayedReply.LONGER:
-            return {"reply": f"{written}\n\n{_WORDS}"}
+            return {"reply": f"{right_reply}\n\n{_WORDS}"}
         case PlayedReply.WORDS:
             # Words are an empty reply where code is asked for.
             return {"reply": _WORDS} if task.answer else None
     return None
+
+
+def _content(reply: str) -> str:
+    """Returns what a reply says behind its thoughts."""
+    return reply.rpartition("</think>")[2].strip()
+
+
+def _formed(task: Task, other: Task | None, form: str) -> dict[str, Any] | None:
+    """Returns another task's answer in a form that the prompt names, if it names another one."""
+    forms = [name for name in named_forms(task) if name != form]
+    if not forms or other is None or not other.answer:
+        return None
+    return {"reply": forms[0].replace("{}", other.answer)}
+
+
+def _behind_thoughts(content: str, thought: str) -> dict[str, Any]:
+    """Returns a reply behind thoughts, as text and as the parts that a parser finds."""
+    return {
+        "reply": f"<think>\n{thought}\n</think>\n\n{content}",
+        "parsed": {"content": content, "reasoning": thought},
+    }
+
+
+def _cut(right_reply: str) -> dict[str, Any] | None:
+    """Returns the first half of a reply, unless it holds all numbers of the whole."""
+    half = right_reply[: len(right_reply) // 2].rstrip()
+    # The number of "5 km" is not cut.
+    digits = re.findall(r"\d", right_reply)
+    is_whole = digits != [] and re.findall(r"\d", half) == digits
+    if not half or is_whole:
+        return None
+    return {"reply": half, "truncated": True}
+
+
+def _hedged(task: Task, right_reply: str) -> dict[str, Any] | None:
+    """Returns the right reply with its answer and another task's, if it holds its answer."""
+    alternative = task.other.answer if task.other is not None else ""
+    if not (task.answer and alternative and task.answer in right_reply):
+        return None
+    start, _, rest = right_reply.rpartition(task.answer)
+    # Judges of the first and judges of the last word are found by one play a task.
+    both = (task.answer, alternative) if task.is_first else (alternative, task.answer)
+    return {"reply": f"{start}{' or '.join(both)}{rest}"}
 
 
 def named_forms(task: Task) -> list[str]:

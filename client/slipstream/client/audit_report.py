@@ -329,31 +329,36 @@ def headline(played: Played) -> str:
 def table(played: Played) -> list[str]:
     """Returns the lines of the table: what each reply earned, in how many tasks."""
     rows = [("reply", "tasks", "reward", "as it should")]
-    for kind in PlayedReply:
-        rewards = played.rewards(kind)
-        plays = played.plays[kind].values()
-        failed = len(plays) - len(rewards)
-        if plays:
-            name = kind.value
-            if kind is PlayedReply.RIGHT and played.form not in (OWN, PLAIN):
-                name += f", as {quoted(played.form.replace('{}', '...'))}"
-            earned = sorted(rewards.values())
-            spread = f"{earned[0]:g}" if earned else "-"
-            if earned and earned[-1] > earned[0]:
-                spread += f" to {earned[-1]:g}, mean {fmean(earned):.3g}"
-            is_ruled = kind in _RULES or kind in (PlayedReply.RIGHT, PlayedReply.EMPTY)
-            ends = ""
-            if is_ruled and played.rewards(PlayedReply.RIGHT):
-                wrong = len(_wrong(played, kind) if kind in _RULES else played.poor())
-                ends = f"no, {counted(wrong, 'task')}" if wrong else "yes"
-            going = sum(not (play.is_done or play.failure) for play in plays)
-            ends = f"{going} had not ended" if going else ends
-            rows.append((name, f"{len(plays)}", spread, f"{failed} failed" if failed else ends))
+    rows += [_table_row(played, kind) for kind in PlayedReply if played.plays[kind]]
     lines = aligned(rows) if len(rows) > 1 else []
     has_right = any(task.right for task in played.tasks) or played.plays[PlayedReply.OWN]
     if played.tasks and not has_right and not played.first_call:
         lines.append("no right answer is known: let reset() set self.expected_answer to play it")
     return lines
+
+
+def _table_row(played: Played, kind: PlayedReply) -> tuple[str, str, str, str]:
+    """Returns the cells of one reply: its name, tasks, rewards, and whether they are as ruled."""
+    name = kind.value
+    if kind is PlayedReply.RIGHT and played.form not in (OWN, PLAIN):
+        name += f", as {quoted(played.form.replace('{}', '...'))}"
+    plays = played.plays[kind].values()
+    rewards = sorted(played.rewards(kind).values())
+    spread = f"{rewards[0]:g}" if rewards else "-"
+    if rewards and rewards[-1] > rewards[0]:
+        spread += f" to {rewards[-1]:g}, mean {fmean(rewards):.3g}"
+    is_ruled = kind in _RULES or kind in (PlayedReply.RIGHT, PlayedReply.EMPTY)
+    num_failed = len(plays) - len(rewards)
+    num_unended = sum(not (play.is_done or play.failure) for play in plays)
+    verdict = ""
+    if num_failed:
+        verdict = f"{num_failed} failed"
+    elif num_unended:
+        verdict = f"{num_unended} had not ended"
+    elif is_ruled and played.rewards(PlayedReply.RIGHT):
+        num_wrong = len(_wrong(played, kind) if kind in _RULES else played.poor())
+        verdict = f"no, {counted(num_wrong, 'task')}" if num_wrong else "yes"
+    return name, f"{len(plays)}", spread, verdict
 
 
 def _example(played: Played, index: int, kind: PlayedReply = PlayedReply.RIGHT) -> str:

@@ -190,7 +190,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_services(commands)
     _add_requests(commands)
+    _add_retraining(commands)
     _add_folder_commands(commands)
+    _add_checks(commands)
+    _add_page(commands)
     for name, command in commands.choices.items():
         command.epilog = f"example: {EXAMPLES[name]}"
     return parser
@@ -252,7 +255,7 @@ def _add_services(commands: argparse._SubParsersAction[_Parser]) -> None:
     _set_program(server, f"{_LAUNCHER}:run_rollout_server")
 
 
-def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
+def _add_retraining(commands: argparse._SubParsersAction[_Parser]) -> None:
     replay = commands.add_parser(
         "replay",
         help="train a run again from its journal and compare, also beside other settings",
@@ -301,6 +304,8 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _set_program(bisect, f"{_RETRAINING}:run_bisect")
 
+
+def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     verify = commands.add_parser("verify", help="check a run by its files alone, also a copy")
     _add_folder(verify)
     _set_program(verify, "slipstream.client.verify:run_verify")
@@ -343,6 +348,8 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _set_program(export, "slipstream.client.launch.rollouts:run_export_command", whole=True)
 
+
+def _add_checks(commands: argparse._SubParsersAction[_Parser]) -> None:
     doctor = commands.add_parser("doctor", help="what stands in the way of a run on this machine")
     _add_settings(doctor, is_optional=True)
     doctor.add_argument("--json", action="store_true", help="one line for each finding")
@@ -368,6 +375,8 @@ def _add_folder_commands(commands: argparse._SubParsersAction[_Parser]) -> None:
     )
     _set_program(check, f"{_LAUNCHER}:run_check")
 
+
+def _add_page(commands: argparse._SubParsersAction[_Parser]) -> None:
     page = commands.add_parser("page", help="curves and replies of runs in one file of HTML")
     _add_folder(page, name="folders", nargs="+")
     page.add_argument(

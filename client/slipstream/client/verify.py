@@ -18,7 +18,7 @@ from slipstream.client.batch_reader import Content, read_contents
 from slipstream.client.findings import Findings
 from slipstream.client.run_folder import LOCK, lines_of, parsed, settings_of
 from slipstream.client.terminal import plain, say
-from slipstream.client.verified_batch import TrajectoryCheck, check_batch
+from slipstream.client.verified_batch import StepNumbers, TrajectoryCheck, check_batch
 from slipstream.client.verified_files import check_files
 from slipstream.client.verified_journal import JournalCheck, PendingBatch, Record
 from slipstream.client.verified_manifests import check_growing_manifests, unchecked_files
@@ -30,6 +30,7 @@ from slipstream.core.errors import DONE, FAILED, ConfigError
 from slipstream.core.group_sizes import recorded_group_sizes
 from slipstream.core.machine.files import open_regular, read_regular
 from slipstream.core.run_folder import CONFIG, SUMMARY
+from slipstream.v1 import trainer_pb2
 
 # Most faults that are printed, and most characters of one.
 MOST_FAULTS = 100
@@ -169,73 +170,56 @@ class _Examination:
         with findings.reading(f"the batch of step {step}"):
             contents = read_batch(self._folder, record)
             try:
-                header, numbers = check_batch(
-                    contents,
-                    set(samples),
-                    check,
-                )
+                header, numbers = check_batch(contents, set(samples), check)
             except FileNotFoundError:
                 # Old ones may have been removed for room: one line tells of all.
                 self._lacking.append(step)
                 if rows is not None:
                     self._results.take_removed(step + 1, rows)
                 return
-            self._read_batches.add(batch_path(self._folder, record).name)
-            place = (header.step, header.batch_id)
-            findings.same(
-                f"batch {step}",
-                place,
-                (step, record["batch_id"]),
-            )
-            # An older release wrote no number.
-            if record.get("num_bytes"):
-                num_bytes = batch_path(self._folder, record).stat().st_size
-                findings.same(f"bytes of batch {step}", num_bytes, record["num_bytes"])
-            if "trajectories" in record and not numbers.is_ordered:
-                num_trajectories = len(numbers.rewards)
-                expected_trajectories = record["trajectories"]
-                findings.same(
-                    f"trajectories of step {step}",
-                    num_trajectories,
-                    expected_trajectories,
-                )
-            names = sorted(numbers.groups)
-            findings.same(
-                f"groups of step {step}",
-                names,
-                sorted(record["groups"]),
-            )
-            expected_groups = int(self._algorithm["groups_per_step"])
-            if numbers.is_ordered:
-                # A client has ordered the step, with passes in place of groups.
-                expected_groups = 0
-                num_passes = header.given.num_passes
-                findings.same(f"passes of step {step}", numbers.num_passes, num_passes)
-                findings.passes = (findings.passes or 0) + numbers.num_passes
-            findings.same(f"number of groups of step {step}", len(names), expected_groups)
-            for name, group in numbers.groups.items():
-                num_expected = self._group_sizes.of(group.environment)
-                if name in batch.groups:
-                    num_expected -= len(batch.groups[name].gave_up)
-                num_members = len(group.rewards)
-                findings.same(f"members of {name} in step {step}", num_members, num_expected)
-            num_tokens = sum(count for *_, count in record["tokens"])
-            findings.same(
-                f"tokens of step {step}",
-                numbers.lags.total(),
-                num_tokens,
-            )
-            if batch.lags is not None:
-                findings.same(f"lags of step {step}", numbers.lags, batch.lags)
+            self._compare_with_record(batch, header, numbers)
             self._check_seen(record, numbers.rewards_by_environment)
             if rows is not None:
                 self._journal.trained(numbers.rewards)
-                self._results.take_batch(
-                    step + 1,
-                    rows,
-                    samples,
-                    numbers,
-                )
+                self._results.take_batch(step + 1, rows, samples, numbers)
+
+    def _compare_with_record(
+        self, batch: PendingBatch, header: trainer_pb2.BatchHeader, numbers: StepNumbers
+    ) -> None:
+        """Compares a batch's file, by its header and numbers, with the batch in the journal."""
+        findings = self._findings
+        record = batch.record
+        step = record["step"]
+        path = batch_path(self._folder, record)
+        self._read_batches.add(path.name)
+        findings.same(f"batch {step}", (header.step, header.batch_id), (step, record["batch_id"]))
+        # An older release wrote no number.
+        if record.get("num_bytes"):
+            findings.same(f"bytes of batch {step}", path.stat().st_size, record["num_bytes"])
+        if "trajectories" in record and not numbers.is_ordered:
+            findings.same(
+                f"trajectories of step {step}", len(numbers.rewards), record["trajectories"]
+            )
+        names = sorted(numbers.groups)
+        findings.same(f"groups of step {step}", names, sorted(record["groups"]))
+        expected_groups = int(self._algorithm["groups_per_step"])
+        if numbers.is_ordered:
+            # A client has ordered the step, with passes in place of groups.
+            expected_groups = 0
+            num_passes = header.given.num_passes
+            findings.same(f"passes of step {step}", numbers.num_passes, num_passes)
+            findings.passes = (findings.passes or 0) + numbers.num_passes
+        findings.same(f"number of groups of step {step}", len(names), expected_groups)
+        for name, group in numbers.groups.items():
+            num_expected = self._group_sizes.of(group.environment)
+            if name in batch.groups:
+                num_expected -= len(batch.groups[name].gave_up)
+            num_members = len(group.rewards)
+            findings.same(f"members of {name} in step {step}", num_members, num_expected)
+        num_tokens = sum(count for *_, count in record["tokens"])
+        findings.same(f"tokens of step {step}", numbers.lags.total(), num_tokens)
+        if batch.lags is not None:
+            findings.same(f"lags of step {step}", numbers.lags, batch.lags)
 
     def _check_seen(self, record: Record, rewards: Mapping[str, list[float]]) -> None:
         if "seen" in record:

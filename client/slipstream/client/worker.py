@@ -41,6 +41,7 @@ from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import environment_pb2_grpc
 
 if TYPE_CHECKING:
+    from slipstream.client.audit_plays import Played
     from typing_extensions import Buffer
 
 TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
@@ -188,9 +189,7 @@ class _Check:
         if options.no_play:
             return f"environment {options.check} is loaded: {loading.loaded.digest}"
         from slipstream.client.audit import Audit
-        from slipstream.client.audit_data import key_of
         from slipstream.client.audit_plays import EpisodeLimits
-        from slipstream.client.audit_report import findings, headline, slowness, table
 
         loaded = loading.loaded
         limits = EpisodeLimits(**json.loads(options.limits))
@@ -212,6 +211,14 @@ class _Check:
             other_output, _ = await self._other.communicate()
             if other_output.decode().rpartition(": ")[2].strip() not in ("", loaded.digest):
                 played.other_tasks.append("in another process")
+        return self._report(played)
+
+    def _report(self, played: "Played") -> str:
+        """Returns what the audit tells, as text or JSON; ends the check for a refused finding."""
+        from slipstream.client.audit_data import key_of
+        from slipstream.client.audit_report import findings, headline, slowness, table
+
+        options = self._options
         slow = slowness(played, limit_s=options.timeout_s)
         all_findings = [*findings(played), *slow]
         refused = [

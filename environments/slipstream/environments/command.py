@@ -105,15 +105,7 @@ class Command(AgentEnvironment[Row]):
         self._score_file = _inside(score_file or "")
         self._files = {_inside(name): text for name, text in (files or {}).items()}
         self._variables = dict(variables or {})
-        if isinstance(tasks, str | Path):
-            self._tasks = [row for _, row in named_rows(Path(tasks))]
-        else:
-            self._tasks = [{"task": task} if isinstance(task, str) else task for task in tasks]
-        for number, task in enumerate(self._tasks, start=1):
-            if not isinstance(task, Mapping):
-                raise ConfigError(f"task {number} must be a text or an object, got {task!r}")
-        if not self._tasks:
-            raise ConfigError("there must be at least one task")
+        self._tasks = _read_tasks(tasks)
         self._check_fields()
         bounds = {
             "memory_bytes": round(memory_gib * GIB),
@@ -126,25 +118,9 @@ class Command(AgentEnvironment[Row]):
         self._score_limits = Limits(
             seconds=score_limit_s, output_bytes=MAX_SCORE_BYTES, **score_bounds
         )
-        self._confined = None
-        if sandbox:
-            if not (memory_gib > 0 and max_processes > 0):
-                raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
-            if reason := why_not("sandlock"):
-                allows = "which can allow the one port of the endpoint"
-                raise ConfigError(f"sandbox = true needs sandlock, {allows}: {reason}")
-            self._confined = replace(
-                self._limits,
-                # The keeper and the time limit bound the processor time.
-                processor_s=math.ceil(limit_s) * (os.cpu_count() or 1),
-                # The keeper bounds used memory. Sandlock would count memory that is reserved but
-                # not used, such as the 137 GB of the runtime of Claude Code.
-                memory_bytes=ADDRESS_SPACE_BYTES,
-                open_files=1024,
-                file_bytes=GIB,
-                folder_bytes=GIB,
-                folder_files=100_000,
-            )
+        if sandbox and not (memory_gib > 0 and max_processes > 0):
+            raise ConfigError("sandbox = true needs memory_gib and max_processes above 0")
+        self._confined = _confined(self._limits) if sandbox else None
         self._readable = [os.path.abspath(path) for path in readable]
 
     def tasks(self) -> list[Row]:
@@ -247,6 +223,40 @@ class Command(AgentEnvironment[Row]):
                 f"nothing of a task reaches the program: name one of its fields ({fields}) as "
                 f"{{FIELD}} in command, files or variables"
             )
+
+
+def _read_tasks(tasks: str | Path | Sequence[Any]) -> list[Row]:
+    """Returns the tasks as objects; raises ConfigError without any, or for one of another type."""
+    rows: list[Any]
+    if isinstance(tasks, str | Path):
+        rows = [row for _, row in named_rows(Path(tasks))]
+    else:
+        rows = [{"task": task} if isinstance(task, str) else task for task in tasks]
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, Mapping):
+            raise ConfigError(f"task {number} must be a text or an object, got {row!r}")
+    if not rows:
+        raise ConfigError("there must be at least one task")
+    return rows
+
+
+def _confined(limits: Limits) -> Limits:
+    """Returns the sandbox's limits of a program; raises ConfigError without a sandbox."""
+    if reason := why_not("sandlock"):
+        allows = "which can allow the one port of the endpoint"
+        raise ConfigError(f"sandbox = true needs sandlock, {allows}: {reason}")
+    return replace(
+        limits,
+        # The keeper and the time limit bound the processor time.
+        processor_s=math.ceil(limits.seconds) * (os.cpu_count() or 1),
+        # The keeper bounds used memory. Sandlock would count memory that is reserved but not used,
+        # such as the 137 GB of the runtime of Claude Code.
+        memory_bytes=ADDRESS_SPACE_BYTES,
+        open_files=1024,
+        file_bytes=GIB,
+        folder_bytes=GIB,
+        folder_files=100_000,
+    )
 
 
 def _with_home(folder: Path) -> dict[str, str]:

@@ -82,18 +82,7 @@ class Demonstrations(Environment[Conversation]):
             turns, following = _turns(
                 [*((message, False) for message in first), *marked_messages], where
             )
-            tools_cell = row.get("tools")
-            tools = row.get("tools") or []
-            if isinstance(tools_cell, str) and tools_cell:
-                tools = question_files.unpacked(tools_cell, f"{where}: column 'tools'")
-            try:
-                if not isinstance(tools_cell, str) and holds_null(tools):
-                    raise ValueError("tools hold null, as parquet fills them: write JSON text")
-                if tools:
-                    tools_json(tools)
-            except ValueError as error:
-                raise ConfigError(f"{where}: {error}") from error
-            self._conversations.append(Conversation(turns, tuple(tools), following))
+            self._conversations.append(Conversation(turns, _tools(row, where), following))
         if cause and not self._conversations:
             raise ConfigError(f"{path} has no reply to train: {cause}")
         if shuffle_seed is not None:
@@ -170,6 +159,23 @@ def _message(cell: question_files.Cell, where: str, *, takes_any: bool) -> tuple
         what = "tool_calls" if message.tool_calls else "reasoning"
         raise ConfigError(f"{where} holds {what}: write them into content as the model would")
     return message, is_trained
+
+
+def _tools(row: question_files.Row, where: str) -> tuple[Mapping[str, Any], ...]:
+    """Returns the tools in the column `tools`; raises ConfigError for what no template takes."""
+    cell = row.get("tools")
+    is_text = isinstance(cell, str)
+    tools: Any = cell or []
+    if isinstance(cell, str) and cell:
+        tools = question_files.unpacked(cell, f"{where}: column 'tools'")
+    try:
+        if not is_text and holds_null(tools):
+            raise ValueError("tools hold null, as parquet fills them: write JSON text")
+        if tools:
+            tools_json(tools)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return tuple(tools)
 
 
 def _turns(

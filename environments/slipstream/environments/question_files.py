@@ -140,31 +140,51 @@ def _patterns(
 
     `data_files` of a config may have any form that the hub allows.
     """
-    names = [str(entry.get("config_name", "default")) for entry in configs]
-    name = config
-    if name is None and len(names) > 1:
-        defaults = [n for n, entry in zip(names, configs, strict=True) if entry.get("default")]
-        defaults += [n for n in names if n == "default"]
-        if not defaults:
-            raise ConfigError(f"{data} has the configs {', '.join(names)}: name one of them")
-        name = defaults[0]
-    if configs and name is not None and name not in names:
-        raise ConfigError(f"{data} has no config {name!r}; it has {', '.join(names)}")
-    chosen_config = configs[names.index(name) if name is not None else 0] if configs else {}
-    if (by_split := chosen_config.get("data_files")) is not None:
-        if isinstance(by_split, list) and all(isinstance(entry, dict) for entry in by_split):
-            by_split = {str(entry["split"]): entry["path"] for entry in by_split}
-        by_split = by_split if isinstance(by_split, dict) else {"train": by_split}
+    chosen_config = _chosen_config(data, configs, config)
+    data_files = chosen_config.get("data_files")
+    if data_files is not None:
+        by_split = _paths_by_split(data_files)
         if split not in by_split:
             raise ConfigError(f"{data} has no split {split!r}; it has {', '.join(by_split)}")
         paths = by_split[split]
         return [str(path) for path in ([paths] if isinstance(paths, str) else paths)]
-    places = (
-        [str(chosen_config["data_dir"]).strip("/")] if "data_dir" in chosen_config else ["data"]
-    )
-    places = [f"{place}/" for place in ([config, *places] if config else places)]
-    stems = [f"{place}{split}" for place in ("", *places)]
+    data_folder = str(chosen_config.get("data_dir", "data")).strip("/")
+    folders = [f"{folder}/" for folder in ([config, data_folder] if config else [data_folder])]
+    stems = [f"{folder}{split}" for folder in ("", *folders)]
     return [f"{stem}{rest}{suffix}" for stem in stems for rest in ("", "-*") for suffix in SUFFIXES]
+
+
+def _chosen_config(
+    data: str, configs: list[dict[str, Any]], config: str | None
+) -> Mapping[str, Any]:
+    """Returns the config that a name chooses, or the default one; {} where the hub has none."""
+    names = [str(entry.get("config_name", "default")) for entry in configs]
+    name = config
+    if name is None and len(names) > 1:
+        defaults = [
+            default_name
+            for default_name, entry in zip(names, configs, strict=True)
+            if entry.get("default")
+        ]
+        if not defaults and "default" not in names:
+            raise ConfigError(f"{data} has the configs {', '.join(names)}: name one of them")
+        name = defaults[0] if defaults else "default"
+    if not configs:
+        return {}
+    if name is None:
+        return configs[0]
+    if name not in names:
+        raise ConfigError(f"{data} has no config {name!r}; it has {', '.join(names)}")
+    return configs[names.index(name)]
+
+
+def _paths_by_split(data_files: object) -> dict[str, Any]:
+    """Returns the paths of each split; files that name no split are those of "train"."""
+    if isinstance(data_files, dict):
+        return data_files
+    if isinstance(data_files, list) and all(isinstance(entry, dict) for entry in data_files):
+        return {str(entry["split"]): entry["path"] for entry in data_files}
+    return {"train": data_files}
 
 
 @dataclass(frozen=True)

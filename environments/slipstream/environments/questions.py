@@ -89,37 +89,11 @@ class Questions(Asked):
         """
         is_named = isinstance(judge, str) and ":" not in judge
         self._function = None if is_named else JudgeFunction(judge)
-        if is_named and judge not in JUDGES:
-            allowed = ", ".join(JUDGES)
-            raise ConfigError(f"judge must be one of {allowed}, module:function, got {judge!r}")
-        if judge == "math_verify" and importlib.util.find_spec("math_verify") is None:
-            raise ConfigError(
-                "judge 'math_verify' needs the package math-verify: "
-                "pip install 'math-verify[antlr4_9_3]==0.9.0'"
-            )
+        if is_named:
+            _check_judge(judge)
         self._judge = judge
         self._answer_after = answer_after
         self._math = MathJudge(timeout_s=judge_timeout_s)
-        rows: Iterable[tuple[str, Row]]
-        is_file = isinstance(path, str | Path)
-        entries = tuple[object, ...](
-            path if isinstance(path, Iterable) and not is_file else (path,)
-        )
-        if isinstance(path, str) and path.startswith(DATA_PREFIX):
-            rows = hub_rows(path.removeprefix(DATA_PREFIX), hub_config, hub_split, hub_revision)
-        elif (hub_config, hub_split, hub_revision) != (None, "train", None):
-            raise ConfigError(
-                f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}"
-            )
-        elif entries and all(isinstance(entry, Mapping) for entry in entries):
-            rows = numbered("the given rows", cast(Iterable[Row], entries))
-        elif not is_file and not isinstance(path, list | tuple):
-            raise ConfigError(
-                f"rows are a list of dicts, got a {type(path).__name__} of {entries[:1]!r:.80}; "
-                'columns become rows by to_dict("records") of a DataFrame'
-            )
-        else:
-            rows = itertools.chain.from_iterable(map(named_rows, files_of(entries)))
         takes_answer = self._function is None or self._function.takes_answer
         columns = Columns(
             question,
@@ -130,7 +104,7 @@ class Questions(Asked):
             instruction=instruction,
             duplicates=duplicates,
         )
-        super().__init__(rows, columns)
+        super().__init__(_rows_of(path, hub_config, hub_split, hub_revision), columns)
         if split != "all":
             self._questions = [
                 candidate
@@ -179,6 +153,41 @@ class Questions(Asked):
         else:
             right = contains(reply_answer, answer)
         return StepResult(float(right), metrics={"right": right})
+
+
+def _check_judge(judge: object) -> None:
+    """Raises ConfigError for a name that no judge has, or one that needs a missing package."""
+    if judge not in JUDGES:
+        allowed = ", ".join(JUDGES)
+        raise ConfigError(f"judge must be one of {allowed}, module:function, got {judge!r}")
+    if judge == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            "judge 'math_verify' needs the package math-verify: "
+            "pip install 'math-verify[antlr4_9_3]==0.9.0'"
+        )
+
+
+def _rows_of(
+    path: str | Path | Iterable[str] | Iterable[Row],
+    hub_config: str | None,
+    hub_split: str,
+    hub_revision: str | None,
+) -> Iterable[tuple[str, Row]]:
+    """Returns the rows that `path` names or holds, with the place of each."""
+    if isinstance(path, str) and path.startswith(DATA_PREFIX):
+        return hub_rows(path.removeprefix(DATA_PREFIX), hub_config, hub_split, hub_revision)
+    is_file = isinstance(path, str | Path)
+    entries = tuple[object, ...](path if isinstance(path, Iterable) and not is_file else (path,))
+    if (hub_config, hub_split, hub_revision) != (None, "train", None):
+        raise ConfigError(f"hub_config, hub_split and hub_revision are for hf: names, got {path!r}")
+    if entries and all(isinstance(entry, Mapping) for entry in entries):
+        return numbered("the given rows", cast(Iterable[Row], entries))
+    if not is_file and not isinstance(path, list | tuple):
+        raise ConfigError(
+            f"rows are a list of dicts, got a {type(path).__name__} of {entries[:1]!r:.80}; "
+            'columns become rows by to_dict("records") of a DataFrame'
+        )
+    return itertools.chain.from_iterable(map(named_rows, files_of(entries)))
 
 
 class JudgeFunction:

@@ -122,25 +122,15 @@ class RolloutServer:
             sender = await open_sender(stack, config, channel, self._metadata, run_id)
             await stack.enter_async_context(self._gateway)
             async with asyncio.TaskGroup() as group:
-                clients = ClientEnvironments(channel, self._metadata)
                 environments = Environments(
                     group,
                     self._gateway,
-                    clients,
+                    ClientEnvironments(channel, self._metadata),
                     lambda report: self._outbox.put_nowait(
                         fleet_pb2.ServerMessage(environment=report)
                     ),
                 )
-                references = [part.references() for part in self._parts]
-                reference = next(filter(None, references), None)
-                records = [part.call_records(channel, self._metadata) for part in self._parts]
-                services = EpisodeServices(
-                    self._model,
-                    environments,
-                    reference,
-                    next(filter(None, records), None),
-                    refused_agents=lambda: sum(part.refused_agents() for part in self._parts),
-                )
+                services = self._episode_services(environments, channel)
                 watches = [
                     group.create_task(self._model.engine.watch()),
                     group.create_task(self._gateway.logs.watch()),
@@ -202,6 +192,20 @@ class RolloutServer:
             server.server_epoch for server in status.servers if server.state not in gone
         }:
             raise broken_stream("the controller has no such stream")
+
+    def _episode_services(
+        self, environments: Environments, channel: grpc.aio.Channel
+    ) -> EpisodeServices:
+        """Returns what episodes use, with what the server's parts add to it."""
+        references = [part.references() for part in self._parts]
+        records = [part.call_records(channel, self._metadata) for part in self._parts]
+        return EpisodeServices(
+            self._model,
+            environments,
+            next(filter(None, references), None),
+            next(filter(None, records), None),
+            refused_agents=lambda: sum(part.refused_agents() for part in self._parts),
+        )
 
     async def _join(
         self,

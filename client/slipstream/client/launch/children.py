@@ -298,22 +298,29 @@ def last_complaint(path: Path, start: int = 0) -> str:
     complaint = candidates[-1] if candidates else ""
     thrown = [line.removeprefix(WHAT).lstrip() for line in candidates if line.startswith(WHAT)]
     complaint = thrown[-1] if thrown else complaint
-    all_lines = text.splitlines()
-    begins = [number for number, line in enumerate(all_lines) if TRACEBACK in line]
-    if begins and not spoken:
-        # The text that a logger or torchrun puts before each line of the traceback.
-        prefix = all_lines[begins[-1]].partition(TRACEBACK)[0].removesuffix("Exception Group ")
-        below = [line.removeprefix(prefix) for line in all_lines[begins[-1] + 1 :]]
-        ends = [number for number, line in enumerate(below) if line[:1].strip(" |+-")]
-        # Further lines of that exception say less; an error after it may be the cause.
-        if ends and not any(NEW_ERROR.match(line) for line in below[ends[0] + 1 :]):
-            complaint = below[ends[0]].strip() or complaint
+    if not spoken:
+        complaint = _last_exception(text.splitlines()) or complaint
     if SEE_ABOVE in complaint:
         causes = [line for line in candidates if EXCEPTION.match(line) and SEE_ABOVE not in line]
         complaint = causes[-1] if causes else complaint
     for prefix in OUR_PREFIXES:
         complaint = complaint.removeprefix(prefix)
     return complaint
+
+
+def _last_exception(lines: Sequence[str]) -> str:
+    """Returns the exception of the last traceback, "" without one or with an error after it."""
+    begins = [number for number, line in enumerate(lines) if TRACEBACK in line]
+    if not begins:
+        return ""
+    # The text that a logger or torchrun puts before each line of the traceback.
+    prefix = lines[begins[-1]].partition(TRACEBACK)[0].removesuffix("Exception Group ")
+    below = [line.removeprefix(prefix) for line in lines[begins[-1] + 1 :]]
+    ends = [number for number, line in enumerate(below) if line[:1].strip(" |+-")]
+    # Further lines of that exception say less; an error after it may be the cause.
+    if not ends or any(NEW_ERROR.match(line) for line in below[ends[0] + 1 :]):
+        return ""
+    return below[ends[0]].strip()
 
 
 class RestartPolicy:

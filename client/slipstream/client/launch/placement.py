@@ -171,14 +171,7 @@ def place(
     if servers:
         for_servers = _listed("rollout_server.devices", config.rollout_server.devices, ids, gpus)
     if for_learner is not None:
-        rule = ""
-        if len(for_learner) != ranks:
-            rule = f"a GPU for each of the {ranks} trainer ranks that start here"
-        elif len(set(for_learner)) < ranks:
-            rule = "each GPU once: NCCL joins no two ranks on one"
-        if rule:
-            got = ", ".join(for_learner) or "none"
-            raise ConfigError(f"learner.devices must name {rule}, got {got}")
+        _check_learner(for_learner, ranks)
     if for_servers is not None:
         _check_servers(for_servers, servers, config.rollout_server)
     if not ids:
@@ -381,6 +374,17 @@ def _width(server: RolloutServerSection) -> str:
     if server.pipeline_parallel_size > 1:
         width += f" * pipeline_parallel_size = {server.pipeline_parallel_size}"
     return width
+
+
+def _check_learner(devices: Sequence[str], ranks: int) -> None:
+    if len(devices) != ranks:
+        rule = f"a GPU for each of the {ranks} trainer ranks that start here"
+    elif len(set(devices)) < ranks:
+        rule = "each GPU once: NCCL joins no two ranks on one"
+    else:
+        return
+    got = ", ".join(devices) or "none"
+    raise ConfigError(f"learner.devices must name {rule}, got {got}")
 
 
 def _check_servers(devices: Sequence[str], servers: int, section: RolloutServerSection) -> None:

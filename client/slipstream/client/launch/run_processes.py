@@ -306,20 +306,7 @@ class RunProcesses:
         and 1 when the run failed with a cause that was already shown.
         """
         if self._controller is None:
-            # On a further node of the learner.
-            ends = asyncio.ensure_future(self.keep_ranks())
-            await asyncio.wait((self._stopping, ends), return_when=asyncio.FIRST_COMPLETED)
-            if not ends.done():
-                await end_in_order(ends, self._calls)
-            self._stopping.cancel()
-            ends.cancel()
-            await asyncio.gather(ends, return_exceptions=True)
-            await asyncio.gather(*(child.stop(HURRIED_GRACE_S) for child in self._ranks))
-            ended = [child for child in self._ranks if child.process.returncode]
-            failed = [child for child in ended if not await self._shares_order(child)]
-            if failed:
-                raise RunFailed(failed[0].describe_end())
-            return self._signalled
+            return await self._wait_for_ranks()
         keep_trainers = asyncio.ensure_future(self._told("the trainer", self._watch_trainers()))
         forward_stop = asyncio.ensure_future(self._forward_stop())
         waits = asyncio.ensure_future(
@@ -358,6 +345,22 @@ class RunProcesses:
                 return FAILED
             raise RunFailed(with_full_disk(cause, self._logs))
         raise controller.failure()
+
+    async def _wait_for_ranks(self) -> int:
+        """Waits on a further node of the learner, where ranks alone run; otherwise as `wait`."""
+        ends = asyncio.ensure_future(self.keep_ranks())
+        await asyncio.wait((self._stopping, ends), return_when=asyncio.FIRST_COMPLETED)
+        if not ends.done():
+            await end_in_order(ends, self._calls)
+        self._stopping.cancel()
+        ends.cancel()
+        await asyncio.gather(ends, return_exceptions=True)
+        await asyncio.gather(*(child.stop(HURRIED_GRACE_S) for child in self._ranks))
+        ended = [child for child in self._ranks if child.process.returncode]
+        failed = [child for child in ended if not await self._shares_order(child)]
+        if failed:
+            raise RunFailed(failed[0].describe_end())
+        return self._signalled
 
     @property
     def _signalled(self) -> int:

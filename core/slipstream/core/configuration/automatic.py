@@ -9,13 +9,15 @@ import contextlib
 import copy
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 from pydantic import BaseModel, JsonValue, ValidationError
+from slipstream.core.configuration.hub_downloads import bring_files
 from slipstream.core.configuration.node_plan import (
     Division,
     ModelSpeed,
@@ -30,7 +32,6 @@ from slipstream.core.configuration.toml_text import parse_toml
 from slipstream.core.errors import ConfigError
 from slipstream.core.extension import unmet
 from slipstream.core.group_sizes import group_sizes_of
-from slipstream.core.hub import COMMIT, DATA_PREFIX, HubFiles
 from slipstream.core.machine.files import read_regular
 from slipstream.core.models.model_rules import layout_problems
 from slipstream.core.models.model_sizes import ModelSizes, read_model_sizes
@@ -38,15 +39,6 @@ from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.table_rules import replay_table_problems, trajectory_problems
 from slipstream.core.settings.tables import Tables
-
-MODELS = ("model", "reference", "critic")
-QUESTIONS = "slipstream.environments.questions:Questions"
-# OWNER/NAME, optionally with a commit, tag or branch.
-_NAME = re.compile(r"([\w-][\w.-]*/[\w-][\w.-]*)(?:@([\w./-]+))?")
-_SMALL = ("*.json", "*.jinja", "*.model", "*.txt")
-_WEIGHTS = "*.safetensors"
-# Files with other forms of the same weights, and the files that belong to them.
-_WITHOUT = ("consolidated*", "original/*", "*/*.safetensors", "params.json")
 
 # Numbers of parameters from which a model is small, or large, for learning rate and batch.
 SMALL = 5e7
@@ -153,6 +145,44 @@ def completed(
     )
 
 
+class _AutomaticValue:
+    """Chooses a setting's value: the stated one, else the recorded one, else the caller's.
+
+    `settings` are the stated ones and the choices so far, `names` those of the latter.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[str, Any],
+        tables: Tables,
+        recorded: Mapping[str, JsonValue],
+    ) -> None:
+        self.settings = copy.deepcopy(dict(table))
+        self.names: list[str] = []
+        self._stated = tables
+        self._recorded = recorded
+
+    def __call__(self, key: str, value: T) -> T:
+        *parents, name = key.split(".")
+        section: BaseModel = attrgetter(".".join(parents))(self._stated)
+        if name in section.model_fields_set:
+            return cast("T", getattr(section, name))
+        choice = self._recorded.get(key, cast("JsonValue", value))
+        table = reduce(lambda place, name: place.setdefault(name, {}), parents, self.settings)
+        table[name] = choice
+        self.names.append(key)
+        return cast("T", choice)
+
+    def keep(self, keys: Iterable[str]) -> None:
+        """Takes the recorded values of those of `keys` that have one."""
+        for key in keys:
+            if key in self._recorded:
+                self(key, self._recorded[key])
+
+    def applied(self) -> Tables:
+        return Tables.model_validate(self.settings)
+
+
 def _filled(
     table: Mapping[str, Any],
     tables: Tables,
@@ -163,31 +193,79 @@ def _filled(
 ) -> dict[str, Any]:
     """Returns `table` with what a run chooses where it is silent; `recorded` choices stay."""
     choice = _AutomaticValue(table, tables, recorded)
-    parameters = sizes.parameters
-    model_bytes = parameters * (4 if tables.model.dtype == "float32" else 2)
-    is_large = parameters >= LARGE
-    algorithm = tables.algorithm
+    lengths = _choose_lengths(choice, tables, sizes)
+    step = _choose_step(choice, tables, sizes, lengths, gpus=gpus)
+    # An earlier release chose the warmup, and its run goes on with it.
+    choice.keep(["algorithm.warmup_steps"])
+    _choose_learner(choice, tables, sizes, lengths)
+    _choose_servers(choice, tables, sizes, lengths, step)
+    _choose_queue(choice, sizes, step)
+    _choose_weights(choice, tables, sizes)
+    if choice.names:
+        choice.settings["automatic"] = sorted({*tables.automatic, *choice.names})
+    return choice.settings
 
-    # Lengths.
+
+@dataclass(frozen=True)
+class _Lengths:
+    """The most tokens of an episode, and of one reply."""
+
+    episode: int
+    reply: int
+
+
+@dataclass(frozen=True)
+class _StepChoices:
+    """Choices for the step that others follow."""
+
+    # GPUs of an engine, those of its stages apart.
+    workers: int
+    groups: int
+    max_staleness: int
+
+
+def _model_bytes(tables: Tables, sizes: ModelSizes) -> int:
+    return sizes.parameters * (4 if tables.model.dtype == "float32" else 2)
+
+
+def _stage_bytes(tables: Tables, sizes: ModelSizes) -> float:
+    """Returns the bytes of weights of the largest stage of an engine."""
+    stages = tables.rollout_server.pipeline_parallel_size
+    return _model_bytes(tables, sizes) * sizes.stage_share(stages)
+
+
+def _is_for_gpus(tables: Tables, sizes: ModelSizes) -> bool:
+    return tables.model.dtype != "float32" and sizes.parameters >= ON_GPUS
+
+
+def _choose_lengths(choice: _AutomaticValue, tables: Tables, sizes: ModelSizes) -> _Lengths:
     context = sizes.max_positions or EPISODE_TOKENS
     set_reply = "max_reply_tokens" in tables.sampling.model_fields_set
     room = tables.sampling.max_reply_tokens * 4 // 3 if set_reply else 0
     longest = choice("sampling.max_episode_tokens", min(context, max(EPISODE_TOKENS, room)))
-    longest_reply_tokens = choice("sampling.max_reply_tokens", max(1, longest * 3 // 4))
+    reply = choice("sampling.max_reply_tokens", max(1, longest * 3 // 4))
+    return _Lengths(longest, reply)
 
-    # The step, and what it is divided among.
-    stages = tables.rollout_server.pipeline_parallel_size
-    stage_bytes = model_bytes * sizes.stage_share(stages)
+
+def _choose_step(
+    choice: _AutomaticValue,
+    tables: Tables,
+    sizes: ModelSizes,
+    lengths: _Lengths,
+    *,
+    gpus: NodeGpus | None,
+) -> _StepChoices:
+    """Chooses the batch of a step, and the GPUs that it is divided among."""
+    algorithm = tables.algorithm
+    is_large = sizes.parameters >= LARGE
+    stage_bytes = _stage_bytes(tables, sizes)
     workers = choice("rollout_server.tensor_parallel_size", _workers(sizes, stage_bytes))
-    is_for_gpus = tables.model.dtype != "float32" and parameters >= ON_GPUS
     compares = algorithm.advantage not in ("score", "none")
-    size = choice("algorithm.group_size", 8 if compares else 1)
+    group_size = choice("algorithm.group_size", 8 if compares else 1)
     episodes = LARGE_BATCH if is_large else SMALL_BATCH
-    for key in NODE_CHOICES:
-        if key in recorded:
-            choice(key, recorded[key])
-    if gpus is not None and gpus.count > 1 and is_for_gpus and _can_plan(tables, sizes):
-        plan = _node_plan(tables, sizes, gpus, size, workers, longest_reply_tokens)
+    choice.keep(NODE_CHOICES)
+    if gpus is not None and gpus.count > 1 and _can_plan(tables, sizes):
+        plan = _node_plan(tables, sizes, gpus, group_size, workers, lengths.reply)
         if plan.world_size > 1 and not _divides(tables):
             choice("learner.world_size", plan.world_size)
         if plan.tensor_parallel > 1 and not _divides(tables):
@@ -197,74 +275,94 @@ def _filled(
         episodes = plan.episodes_per_step
         choice("algorithm.max_staleness", plan.max_staleness)
     max_staleness = choice.applied().algorithm.max_staleness
-    per_mini_batch = max(1, episodes // size // algorithm.mini_batches)
+    per_mini_batch = max(1, episodes // group_size // algorithm.mini_batches)
     groups = choice("algorithm.groups_per_step", per_mini_batch * algorithm.mini_batches)
-    # Adapters learn best at some ten times the rate of all parameters.
-    rates = (1e-6, 1e-5) if is_large else (1e-5, 1e-4) if parameters >= SMALL else (1e-3, 3e-3)
-    choice("algorithm.learning_rate", rates[tables.lora.rank > 0])
-    if "algorithm.warmup_steps" in recorded:
-        # An earlier release chose it, and the run goes on with it.
-        choice("algorithm.warmup_steps", recorded["algorithm.warmup_steps"])
+    choice("algorithm.learning_rate", _learning_rate(sizes, has_adapters=tables.lora.rank > 0))
+    return _StepChoices(workers=workers, groups=groups, max_staleness=max_staleness)
 
-    # The learner.
+
+def _learning_rate(sizes: ModelSizes, *, has_adapters: bool) -> float:
+    # Adapters learn best at some ten times the rate of all parameters.
+    if sizes.parameters >= LARGE:
+        return 1e-5 if has_adapters else 1e-6
+    if sizes.parameters >= SMALL:
+        return 1e-4 if has_adapters else 1e-5
+    return 3e-3 if has_adapters else 1e-3
+
+
+def _choose_learner(
+    choice: _AutomaticValue, tables: Tables, sizes: ModelSizes, lengths: _Lengths
+) -> None:
     parallel = choice.applied().learner.parallel
-    share = math.ceil(longest / parallel.cp)
-    packed = max(4096, share, min(2 * share, 8192))
-    if is_for_gpus:
+    rank_tokens = math.ceil(lengths.episode / parallel.cp)
+    packed = max(4096, rank_tokens, min(2 * rank_tokens, 8192))
+    if _is_for_gpus(tables, sizes):
         kernels = 2 if sizes.experts else 1
         layer = sizes.layer_parameters / parallel.tp / kernels
         tokens = 1 << math.ceil(math.log2(LAYER_WORK / max(layer, 1.0)))
         packed = max(packed, min(max(tokens, LEAST_PACKED), MOST_PACKED))
     choice("learner.micro_batch_tokens", packed + packed % 2)
-    choice("learner.threads", 4 if is_large else 1)
+    choice("learner.threads", 4 if sizes.parameters >= LARGE else 1)
     # Engines that take the whole GPU in turn need the learner's memory.
     sleeps = tables.controller.turns == "sleep"
     choice("learner.offload.gradients", sleeps)
     choice("learner.offload.optimizer", sleeps)
 
-    # The rollout servers.
-    server = tables.rollout_server
-    batched = server.engine.get("max_num_batched_tokens")
+
+def _choose_servers(
+    choice: _AutomaticValue,
+    tables: Tables,
+    sizes: ModelSizes,
+    lengths: _Lengths,
+    step: _StepChoices,
+) -> None:
     most_episodes = SERVER_EPISODES // 2
     open_steps = 1
-    if is_for_gpus:
+    if _is_for_gpus(tables, sizes):
         # An engine is faster with more episodes, as long as their mean length fits its cache: that
         # of one reply, where an episode may be longer than two of them.
-        per_token = sizes.cache_bytes_per_token(2, workers, stages=stages)
-        mean_tokens = min(longest / 2, max(1, longest_reply_tokens))
-        fitting = (ENGINE_BYTES - stage_bytes / workers) / max(1, per_token * mean_tokens)
+        stages = tables.rollout_server.pipeline_parallel_size
+        per_token = sizes.cache_bytes_per_token(2, step.workers, stages=stages)
+        mean_tokens = min(lengths.episode / 2, max(1, lengths.reply))
+        cache_bytes = ENGINE_BYTES - _stage_bytes(tables, sizes) / step.workers
+        fitting = cache_bytes / max(1, per_token * mean_tokens)
         most_episodes = min(SERVER_EPISODES, max(64, int(fitting)))
-        open_steps = max_staleness + 1
+        open_steps = step.max_staleness + 1
+    batched = tables.rollout_server.engine.get("max_num_batched_tokens")
     if isinstance(batched, int):
         most_episodes = min(most_episodes, batched)
     largest_group = _largest_group(choice.applied())
-    running = min(most_episodes, max(64, largest_group * groups * open_steps))
+    running = min(most_episodes, max(64, largest_group * step.groups * open_steps))
     choice("rollout_server.max_episodes", max(largest_group, running))
 
-    # Routing, and the queue, which must hold the bytes that routing adds.
+
+def _choose_queue(choice: _AutomaticValue, sizes: ModelSizes, step: _StepChoices) -> None:
+    """Chooses the replay of routing, and a queue that holds the bytes that it adds."""
+    largest_group = _largest_group(choice.applied())
     replays = choice("algorithm.router_replay", _replay(choice.applied(), sizes)) != "off"
     routing = sizes.routing_bytes_per_token if replays else 0
     trajectory = choice.applied().trajectory_bytes(routing_bytes_per_token=routing)
-    ahead = (max_staleness + 1) * groups * largest_group * trajectory
+    ahead = (step.max_staleness + 1) * step.groups * largest_group * trajectory
     choice("queue.max_bytes", max(256 * MIB, ahead))
 
-    # Buckets, the deadlines of a publish, and the longest silence of a rank.
+
+def _choose_weights(choice: _AutomaticValue, tables: Tables, sizes: ModelSizes) -> None:
+    """Chooses buckets, the deadlines of a publish, and the longest silence of a rank."""
+    model_bytes = _model_bytes(tables, sizes)
     power = round(math.log2(max(1.0, model_bytes / 32 / MIB)))
     bucket = choice("weights.bucket_mib", 1 << min(9, max(6, power)))
     bucket_s = min(60.0, min(bucket, model_bytes / MIB) * 10 / 64)
     bucket_s = choice("weights.bucket_deadline_s", round(max(2.0, bucket_s), 1))
     join_s = choice("weights.join_deadline_s", round(min(120.0, 20 + model_bytes / 1e7), 1))
-    silence_s = 1800.0 if parameters >= 1e8 else 600.0
+    silence_s = 1800.0 if sizes.parameters >= 1e8 else 600.0
     choice("learner.timeout_s", max(silence_s, 2 * (join_s + bucket_s)))
-    if choice.names:
-        choice.settings["automatic"] = sorted({*tables.automatic, *choice.names})
-    return choice.settings
 
 
 def _can_plan(tables: Tables, sizes: ModelSizes) -> bool:
-    """Whether the speeds that a plan goes by are those of this run."""
+    """Whether a run is for GPUs, and the speeds that a plan goes by are those of the run."""
     return not (
-        sizes.experts
+        not _is_for_gpus(tables, sizes)
+        or sizes.experts
         or tables.controller.client_loop
         or tables.reference is not None
         or tables.critic is not None
@@ -404,38 +502,6 @@ def describe_choices(tables: Tables) -> str:
     return ", ".join(shown)
 
 
-class _AutomaticValue:
-    """Chooses a setting's value: the stated one, else the recorded one, else the caller's.
-
-    `settings` are the stated ones and the choices so far, `names` those of the latter.
-    """
-
-    def __init__(
-        self,
-        table: Mapping[str, Any],
-        tables: Tables,
-        recorded: Mapping[str, JsonValue],
-    ) -> None:
-        self.settings = copy.deepcopy(dict(table))
-        self.names: list[str] = []
-        self._stated = tables
-        self._recorded = recorded
-
-    def __call__(self, key: str, value: T) -> T:
-        *parents, name = key.split(".")
-        section: BaseModel = attrgetter(".".join(parents))(self._stated)
-        if name in section.model_fields_set:
-            return cast("T", getattr(section, name))
-        choice = self._recorded.get(key, cast("JsonValue", value))
-        table = reduce(lambda place, name: place.setdefault(name, {}), parents, self.settings)
-        table[name] = choice
-        self.names.append(key)
-        return cast("T", choice)
-
-    def applied(self) -> Tables:
-        return Tables.model_validate(self.settings)
-
-
 def add_names(table: dict[str, Any]) -> None:
     """Adds missing names: environments are named by class, the run by model and environments."""
     names: list[str] = []
@@ -488,80 +554,3 @@ def _largest_group(tables: Tables) -> int:
     with contextlib.suppress(ValidationError):
         return group_sizes_of(tables).largest
     return tables.algorithm.group_size
-
-
-def bring_files(
-    table: dict[str, Any],
-    before: Mapping[str, Any],
-    *,
-    whole: bool,
-    apart: bool,
-) -> None:
-    """Downloads models that `table` gives by hub name, and pins the commits of its data sets.
-
-    A model's name is replaced by its local folder; a data set's commit is added to its
-    environment's `args`. `before` holds the settings in the run's folder, or nothing: a name
-    without a revision keeps the commit recorded there. If `whole` is false, weights are not
-    downloaded, and commits of data sets are not pinned. `apart` says that the parts of the run are
-    started separately; then a model's name must include a commit. Raises ConfigError if this commit
-    is missing or a download fails.
-    """
-    for place in MODELS:
-        section = table.get(place)
-        earlier = before.get(place)
-        if isinstance(section, dict) and isinstance(section.get("path"), str):
-            earlier_path = earlier.get("path") if isinstance(earlier, dict) else None
-            section["path"] = _folder(
-                f"{place}.path",
-                section["path"],
-                earlier_path,
-                whole,
-                apart,
-            )
-    for place in ("environments", "evaluations") if whole else ():
-        sections = table.get(place)
-        for section in sections if isinstance(sections, list) else ():
-            if isinstance(section, dict) and section.get("reference") == QUESTIONS:
-                _pin_data(section.get("args"), before.get(place))
-
-
-def _folder(
-    setting: str,
-    path: str,
-    before: object,
-    whole: bool,
-    apart: bool,
-) -> str:
-    """Returns `path` or, if it is a hub name, the folder into which the model is downloaded."""
-    hub_name = _NAME.fullmatch(path)
-    owner = path.partition("/")[0]
-    # A missing folder in models/ has not been made yet; it is no hub name.
-    if hub_name is None or Path(path).exists() or owner == "models" or Path(owner).exists():
-        return path
-    name, revision = hub_name.groups()
-    if apart and COMMIT.fullmatch(revision or "") is None:
-        raise ConfigError(
-            f"{setting} must name a commit, {name}@COMMIT, or a folder where the parts of a run "
-            "are started one by one: each would take the newest state of its own time"
-        )
-    files = HubFiles(name, "model", revision, f"{setting}: {name}, no folder in {Path.cwd()},")
-    if revision is None and isinstance(before, str) and files.holds(Path(before)):
-        files = HubFiles(name, "model", Path(before).name, files.shown)
-    patterns = (*_SMALL, _WEIGHTS) if whole else _SMALL
-    return str(files.bring(patterns, without=_WITHOUT))
-
-
-def _pin_data(args: object, before: object) -> None:
-    """Adds the commit of the data set that `args["path"]` names, as `args["hub_revision"]`."""
-    if not isinstance(args, dict) or args.get("hub_revision") is not None:
-        return
-    path = args.get("path")
-    if not isinstance(path, str) or not path.startswith(DATA_PREFIX):
-        return
-    for section in before if isinstance(before, list) else ():
-        earlier_args = section.get("args", {}) if isinstance(section, dict) else {}
-        if earlier_args.get("path") == path and earlier_args.get("hub_revision"):
-            args["hub_revision"] = earlier_args["hub_revision"]
-            return
-    files = HubFiles(path.removeprefix(DATA_PREFIX), "dataset", shown=path)
-    args["hub_revision"] = files.bring(["README.md"]).name

@@ -45,7 +45,12 @@ from slipstream.core.machine.files import read_regular
 from slipstream.core.models import model_files, model_rules
 from slipstream.core.models.families import refusals
 from slipstream.core.models.model_fields import field_problems, unknown_fields
-from slipstream.core.models.model_sizes import read_model_sizes, read_model_table, read_table
+from slipstream.core.models.model_sizes import (
+    ModelSizes,
+    read_model_sizes,
+    read_model_table,
+    read_table,
+)
 from slipstream.core.settings.config import NOTES, Config
 from slipstream.core.settings.sections import RUN_NAME
 from slipstream.core.settings.table_rules import trajectory_problems
@@ -115,10 +120,30 @@ def load_config(
     Raises ConfigError with one line that names the value and the rule. For an unknown key, the line
     also names the most similar known keys.
     """
+    table = {} if path is None else _read_settings(path)
+    check_values(table, str(path))
+    for override in overrides:
+        _apply_override(table, override)
     try:
-        data = b"" if path is None else read_regular(path)
-        if path is not None:
-            check_whole(path, data)
+        config = Config.model_validate(completed(table, hub=hub, apart=apart, gpus=gpus))
+    except ValidationError as error:
+        place, line = _explained(error)
+        keys = [override.partition("=")[0].strip().removeprefix("--") for override in overrides]
+        is_within = any(f"{key}.".startswith(f"{place}.") or not place for key in keys)
+        source = f"{path}{' and command line' * is_within}"
+        if path is None or any(f"{place}.".startswith(f"{key}.") for key in keys):
+            source = "command line"
+        raise ConfigError(f"{source}: {line}") from None
+    if "sources" not in table:
+        config = config.model_copy(update={"sources": _sources(config)})
+    return config
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Returns the table in a file; raises ConfigError where it cannot be read or is no TOML."""
+    try:
+        data = read_regular(path)
+        check_whole(path, data)
         # Some editors begin a file with a byte order mark.
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
         table = parse_toml(text)
@@ -136,30 +161,19 @@ def load_config(
         raise ConfigError(f"{path} is no TOML: {error}{word_hint(text, error)}") from error
     if data.startswith(_PREFIX):
         _drop_unknown(table, path)
-    check_values(table, str(path))
-    for override in overrides:
-        _apply_override(table, override)
-    try:
-        config = Config.model_validate(completed(table, hub=hub, apart=apart, gpus=gpus))
-    except ValidationError as error:
-        place, line = _explained(error)
-        keys = [override.partition("=")[0].strip().removeprefix("--") for override in overrides]
-        is_within = any(f"{key}.".startswith(f"{place}.") or not place for key in keys)
-        source = f"{path}{' and command line' * is_within}"
-        if path is None or any(f"{place}.".startswith(f"{key}.") for key in keys):
-            source = "command line"
-        raise ConfigError(f"{source}: {line}") from None
-    if "sources" not in table:
-        template = config.rollout_server.chat_template
-        digests = {"model.path's tokenizer": model_files.tokenizer_digest(config.model.path)}
-        if template is not None:
-            digests[f"the chat template {template}"] = model_files.files_digest([template])
-        for setting, folder in {"model.path": config.model.path, **config.weight_folders}.items():
-            digests[f"{setting}'s weights"] = model_files.weights_digest(folder)
-        known_digests = {name: digest for name, digest in digests.items() if digest}
-        sources = source_digests(config.own_functions) | known_digests
-        config = config.model_copy(update={"sources": sources})
-    return config
+    return table
+
+
+def _sources(config: Config) -> dict[str, str]:
+    """Returns the digests of the user's functions, the tokenizer, a chat template and weights."""
+    template = config.rollout_server.chat_template
+    digests = {"model.path's tokenizer": model_files.tokenizer_digest(config.model.path)}
+    if template is not None:
+        digests[f"the chat template {template}"] = model_files.files_digest([template])
+    for setting, folder in {"model.path": config.model.path, **config.weight_folders}.items():
+        digests[f"{setting}'s weights"] = model_files.weights_digest(folder)
+    known_digests = {name: digest for name, digest in digests.items() if digest}
+    return source_digests(config.own_functions) | known_digests
 
 
 def _drop_unknown(table: Table, path: Path | None) -> None:
@@ -248,18 +262,7 @@ def check_sizes(config: Config) -> list[str]:
             f"sampling.max_episode_tokens must be at most the model's {sizes.max_positions_field}, "
             f"got {config.sampling.max_episode_tokens} and {longest}"
         )
-    unknown = [token for token in config.sampling.stop_token_ids if token >= sizes.vocab > 0]
-    if unknown:
-        raise ConfigError(
-            f"sampling.stop_token_ids must be token ids of the model, 0 to {sizes.vocab - 1}, "
-            f"got {unknown[0]}"
-        )
-    if (path := config.model.path / "generation_config.json").is_file():
-        ends = read_table(path).get("eos_token_id")
-        for end in ends if isinstance(ends, list) else [ends]:
-            if type(end) not in (int, type(None)):
-                # The engine would end with such a request.
-                raise ConfigError(f"{path}: eos_token_id must be token ids, got {end!r}")
+    _check_token_ids(config, sizes)
     rollout_tp = config.rollout_server.tensor_parallel_size
     heads = sizes.heads
     groups = max(1, sizes.kv_heads)
@@ -284,18 +287,7 @@ def check_sizes(config: Config) -> list[str]:
     for problem in problems:
         raise ConfigError(problem)
     if config.algorithm.router_replay != "off":
-        if not sizes.experts:
-            raise ConfigError(
-                f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
-                f"experts, {config.model.path} holds a dense model"
-            )
-        per_token = sizes.routing_bytes_per_token
-        num_bytes = config.trajectory_bytes(routing_bytes_per_token=per_token)
-        largest = group_sizes_of(config).largest
-        for problem in trajectory_problems(config, num_bytes, group_size=largest):
-            raise ConfigError(
-                f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
-            )
+        _check_routing(config, sizes)
     missing = model_files.missing_files(config.model.path, config.rollout_server.chat_template)
     for setting, folder in config.role_folders.items():
         missing += model_files.missing_weights(folder, setting)
@@ -306,6 +298,38 @@ def check_sizes(config: Config) -> list[str]:
             f"got {files}, which has no metadata.json"
         )
     return missing
+
+
+def _check_token_ids(config: Config, sizes: ModelSizes) -> None:
+    """Raises ConfigError for a stop token that the model does not have, by settings or files."""
+    unknown = [token for token in config.sampling.stop_token_ids if token >= sizes.vocab > 0]
+    if unknown:
+        raise ConfigError(
+            f"sampling.stop_token_ids must be token ids of the model, 0 to {sizes.vocab - 1}, "
+            f"got {unknown[0]}"
+        )
+    if (path := config.model.path / "generation_config.json").is_file():
+        ends = read_table(path).get("eos_token_id")
+        for end in ends if isinstance(ends, list) else [ends]:
+            if type(end) not in (int, type(None)):
+                # The engine would end with such a request.
+                raise ConfigError(f"{path}: eos_token_id must be token ids, got {end!r}")
+
+
+def _check_routing(config: Config, sizes: ModelSizes) -> None:
+    """Raises ConfigError for a model without routing, or trajectories too large to hold it."""
+    if not sizes.experts:
+        raise ConfigError(
+            f"algorithm.router_replay = {config.algorithm.router_replay!r} needs a mixture of "
+            f"experts, {config.model.path} holds a dense model"
+        )
+    per_token = sizes.routing_bytes_per_token
+    num_bytes = config.trajectory_bytes(routing_bytes_per_token=per_token)
+    largest = group_sizes_of(config).largest
+    for problem in trajectory_problems(config, num_bytes, group_size=largest):
+        raise ConfigError(
+            f"{problem}; algorithm.router_replay adds {per_token} bytes for each token"
+        )
 
 
 def model_warnings(config: Config) -> list[str]:

@@ -252,15 +252,7 @@ def tensor_problems(
     matrices = {"embeddings": _EMBEDDINGS}
     if has_output and not sizes.has_tied_output:
         matrices[_OUTPUT] = _OUTPUT
-    for what, ending in matrices.items():
-        name = next((name for name in decoder if name.endswith(ending)), None)
-        if name is None:
-            yield f"{every}{what}"
-        elif (shape := tensors[name][1]) != (sizes.vocab, sizes.hidden):
-            yield (
-                f"{setting} must hold tensors that fit its config.json: {tensors[name][0]} has "
-                f"{name} of shape {list(shape)}, not {[sizes.vocab, sizes.hidden]}"
-            )
+    yield from _matrix_problems(decoder, matrices, sizes, setting, every)
     stacks = _stacks(decoder)
     # transformers 5.19 names the layers of a Kimi K2.5 so that no program finds them again.
     if sizes.layers and not any(stack.endswith("layers") for stack in stacks):
@@ -280,6 +272,31 @@ def tensor_problems(
             f"{setting} must hold no vision tower for a {sizes.architecture}, which sees no "
             f"images: {tensors[name][0]} has {name}, which would be left out"
         )
+
+
+def _matrix_problems(
+    decoder: Held,
+    matrices: Mapping[str, str],
+    sizes: ModelSizes,
+    setting: str,
+    every: str,
+) -> Iterator[str]:
+    """Yields one message for each matrix of the vocabulary that is missing or has another shape.
+
+    `matrices` has the end of the tensor's name by what it is; `every` begins a message of a
+    missing one.
+    """
+    for what, ending in matrices.items():
+        name = next((name for name in decoder if name.endswith(ending)), None)
+        if name is None:
+            yield f"{every}{what}"
+            continue
+        path, shape = decoder[name]
+        if shape != (sizes.vocab, sizes.hidden):
+            yield (
+                f"{setting} must hold tensors that fit its config.json: {path} has "
+                f"{name} of shape {list(shape)}, not {[sizes.vocab, sizes.hidden]}"
+            )
 
 
 def _tower_problems(

@@ -206,6 +206,21 @@ class AlgorithmSection(Section):
                 "advantage = 'none' trains no reward: it needs kl.coefficient > 0 and "
                 f"kl.placement = 'loss', got {self.kl.coefficient} and {self.kl.placement!r}"
             )
+        yield from self._filter_refusals()
+        yield from self._weight_refusals()
+        if self.kl.coefficient > 0 and (self.kl.placement, self.kl.estimator) == ("loss", "k1"):
+            yield (
+                "kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3, or "
+                "kl.placement = 'reward'"
+            )
+        if self.kl.uses_top_k and self.kl.placement == "reward":
+            yield (
+                f"kl.estimator = {self.kl.estimator!r} is no cost of a sampled token: "
+                "kl.placement must be 'loss', got 'reward'"
+            )
+
+    def _filter_refusals(self) -> Iterator[str]:
+        estimator = self.estimator
         if self.filter == "unequal_rewards":
             compares = estimator is None or estimator.compares_group or estimator.compares_batch
             if not compares:
@@ -215,6 +230,8 @@ class AlgorithmSection(Section):
                 )
             if self.group_size == 1:
                 yield "filter = 'unequal_rewards' would leave out every group of group_size = 1"
+
+    def _weight_refusals(self) -> Iterator[str]:
         has_weight = self.weight != "none" and not is_own(self.weight)
         if self._has_behavior_ratio and has_weight:
             yield (
@@ -233,16 +250,6 @@ class AlgorithmSection(Section):
             yield (
                 f"loss = {self.loss!r} has no ratio that leads on from the policy before the step: "
                 "with several mini_batches or epochs weight_args.to must be 'present'"
-            )
-        if self.kl.coefficient > 0 and (self.kl.placement, self.kl.estimator) == ("loss", "k1"):
-            yield (
-                "kl.estimator = 'k1' in the loss has a gradient of mean 0: take k2 or k3, or "
-                "kl.placement = 'reward'"
-            )
-        if self.kl.uses_top_k and self.kl.placement == "reward":
-            yield (
-                f"kl.estimator = {self.kl.estimator!r} is no cost of a sampled token: "
-                "kl.placement must be 'loss', got 'reward'"
             )
 
     @property

@@ -115,22 +115,9 @@ def chosen_letter(text: str) -> str | None:
     small = re.fullmatch(r"(?:(?:option|choice|answer)\s+)?(?:\(([a-j])\)|([a-j])\)?)", short)
     if small is not None:
         return (small[1] or small[2]).upper()
-    begins = _BEGINS.fullmatch(short)
-    if begins is not None:
-        letter = next(group for group in begins.groups()[:3] if group is not None)
-        further_letters = {other for other in _letters(begins[4]) if other != letter}
-        is_marked = letter.isupper()
-        if is_marked and not further_letters and not _IS_WRONG.search(short):
-            return letter
-        if (
-            is_marked
-            and further_letters
-            and re.search(r"[a-z]{3}", begins[4])
-            and begins[3] is None
-        ):
-            # "B. Vitamin C" chooses B.
-            is_plural = re.match(r"\W*(?:and|or|then|no|wait|actually)\b", begins[4])
-            return "" if is_plural else letter
+    letter = _letter_at_start(short)
+    if letter is not None:
+        return letter
     if _HEDGE.search(short) is not None and _letters(short):
         return ""
     changed = _CHANGED.search(short)
@@ -140,24 +127,49 @@ def chosen_letter(text: str) -> str | None:
         return alone[1]
     choices = {match[1] for match in _CHOSEN.finditer(short)}
     choices |= {match[1] for match in _IS_CORRECT.finditer(short)}
-    if re.search(r"\b(?:or|between|and)\s+(?:\w+ )?\W?[A-Z]\b", short) and len(choices) == 1:
-        (letter,) = choices
-        letters_named = {*_letters(_IS_WRONG.sub(" ", short))}
-        joined = re.search(
-            rf"\b{letter}\W* (?:or|and)\b|\b(?:or|and) (?:\w+ )?\W?{letter}\b", short
-        )
-        last = re.search(rf"{_WORDS_OF_CHOICE}\W+{letter}\W*$", short)
-        if joined is not None and last is None and len(letters_named) > 1:
-            return ""
-    if len(choices) == 1:
-        wrong = {letter for match in _IS_WRONG.finditer(short) for letter in _letters(match[0])}
-        is_denied = _NEGATION.search(re.sub(r",.*", "", short)) is not None
-        return "" if choices & wrong or is_denied else choices.pop()
     wrong = {letter for match in _IS_WRONG.finditer(short) for letter in _letters(match[0])}
+    if len(choices) == 1:
+        is_denied = _NEGATION.search(re.sub(r",.*", "", short)) is not None
+        (choice,) = choices
+        if choice in wrong or is_denied or _is_joined(choice, short):
+            return ""
+        return choice
     letters = {*_letters(short)} - wrong
     if len(letters) == 1 and not _NEGATION.search(_IS_WRONG.sub(" ", short)):
         return letters.pop()
     return "" if letters or wrong else None
+
+
+def _letter_at_start(text: str) -> str | None:
+    """Returns the letter that begins a text and is marked as its choice, "" if others join it.
+
+    None means that the beginning decides nothing.
+    """
+    begins = _BEGINS.fullmatch(text)
+    if begins is None:
+        return None
+    letter = next(group for group in begins.groups()[:3] if group is not None)
+    if not letter.isupper():
+        return None
+    further_letters = {other for other in _letters(begins[4]) if other != letter}
+    if not further_letters:
+        is_wrong = _IS_WRONG.search(text) is not None
+        return None if is_wrong else letter
+    if re.search(r"[a-z]{3}", begins[4]) and begins[3] is None:
+        # "B. Vitamin C" chooses B.
+        is_plural = re.match(r"\W*(?:and|or|then|no|wait|actually)\b", begins[4])
+        return "" if is_plural else letter
+    return None
+
+
+def _is_joined(letter: str, text: str) -> bool:
+    """Whether a text joins its one chosen letter to others, and does not end with the choice."""
+    if not re.search(r"\b(?:or|between|and)\s+(?:\w+ )?\W?[A-Z]\b", text):
+        return False
+    joined = re.search(rf"\b{letter}\W* (?:or|and)\b|\b(?:or|and) (?:\w+ )?\W?{letter}\b", text)
+    last = re.search(rf"{_WORDS_OF_CHOICE}\W+{letter}\W*$", text)
+    letters_named = {*_letters(_IS_WRONG.sub(" ", text))}
+    return joined is not None and last is None and len(letters_named) > 1
 
 
 def _letters(text: str) -> list[str]:

@@ -21,6 +21,13 @@ _MAY_SAY = {
     "either": ("either", "set", "several"),
     "closed": ("closed", "several", "pair"),
 }
+# Opening and closing brackets, and the form of a list within them.
+_BRACKETS = (
+    (r"\{", r"\}", "set"),
+    ("{", "}", "set"),
+    ("(", ")", "pair"),
+    ("[", "]", "closed"),
+)
 _ORDERED = ("pair", "vector", "closed")
 MAX_PARTS = 100
 _COLUMN = re.compile(
@@ -78,39 +85,16 @@ def parts_of(text: str) -> _Parts | None:
     if (point := _NAMED_POINT.fullmatch(text)) is not None:
         parts = parts_of(point[1])
         return None if parts is None else _Parts("point", parts.texts)
-    column = _COLUMN.fullmatch(text)
-    if column is not None:
-        rows = [row for row in re.split(r"\\\\", column[1]) if row.strip()]
-        cells = [row.split("&") for row in rows]
-        if len(rows) == 1 or all(len(row) == 1 for row in cells):
-            entries = tuple(cell.strip() for row in cells for cell in row)
-            return _Parts("vector", entries) if len(entries) > 1 else None
-        return None
+    if (column := _COLUMN.fullmatch(text)) is not None:
+        return _column_parts(column[1])
     if (angles := _ANGLES.fullmatch(text)) is not None:
         return _Parts("vector", tuple(_split(angles[1])))
     assigned = re.fullmatch(rf"{_NAME}(?:\([a-z]\))?\s*=\s*([(\[{{\\].*)", text, re.DOTALL)
-    if (
-        assigned is not None
-        and (parts := parts_of(assigned[1])) is not None
-        and parts.form != "several"
-    ):
-        return parts
-    form = "several"
-    inside = text
-    for opening, closing, name in (
-        (r"\{", r"\}", "set"),
-        ("{", "}", "set"),
-        ("(", ")", "pair"),
-        ("[", "]", "closed"),
-    ):
-        if (
-            text.startswith(opening)
-            and text.endswith(closing)
-            and _is_one_group(text, opening, closing)
-        ):
-            form = name
-            inside = text[len(opening) : len(text) - len(closing)].strip()
-            break
+    if assigned is not None:
+        parts = parts_of(assigned[1])
+        if parts is not None and parts.form != "several":
+            return parts
+    form, inside = _brackets(text)
     if form == "several" and (signs := _PLUS_MINUS.search(text)) is not None:
         return _signed_parts(text, signs)
     texts = _split(inside)
@@ -122,14 +106,35 @@ def parts_of(text: str) -> _Parts | None:
         return None
     if form == "several" and re.search(r"(?<![A-Za-z])or(?![A-Za-z])", _outside_groups(inside)):
         form = "either"
-    assignments = [_NAMED_PART.fullmatch(part) for part in texts]
-    if form in ("several", "either") and assignments[0] is not None:
+    if form in ("several", "either") and _NAMED_PART.fullmatch(texts[0]) is not None:
         return _named_parts(texts, form)
     expanded: list[str] = []
     for part in texts:
         signs = _PLUS_MINUS.search(part)
         expanded += [part] if signs is None else _signed_parts(part, signs).texts
     return _Parts(form, tuple(expanded))
+
+
+def _column_parts(matrix: str) -> _Parts | None:
+    """Returns the entries of a matrix of one row or one column as a vector, or None."""
+    rows = [row for row in re.split(r"\\\\", matrix) if row.strip()]
+    cells = [row.split("&") for row in rows]
+    if len(rows) > 1 and any(len(row) > 1 for row in cells):
+        return None
+    entries = tuple(cell.strip() for row in cells for cell in row)
+    return _Parts("vector", entries) if len(entries) > 1 else None
+
+
+def _brackets(text: str) -> tuple[str, str]:
+    """Returns the form that the brackets around a text say, and the text within them."""
+    for opening, closing, form in _BRACKETS:
+        if (
+            text.startswith(opening)
+            and text.endswith(closing)
+            and _is_one_group(text, opening, closing)
+        ):
+            return form, text[len(opening) : len(text) - len(closing)].strip()
+    return "several", text
 
 
 def _named_parts(texts: list[str], form: str) -> _Parts:

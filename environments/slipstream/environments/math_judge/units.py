@@ -278,9 +278,9 @@ def unit_at_start(text: str) -> tuple[Unit | None, str, int]:
     in_denominator = False
     while (match := _PART.match(text, position)) is not None:
         name = match["name"]
-        is_first = unit is None
-        if pending == 0 and name.lower().rstrip(".") in _POWER_WORDS:
-            power = _POWER_WORDS[name.lower().rstrip(".")]
+        power_word = name.lower().rstrip(".")
+        if pending == 0 and power_word in _POWER_WORDS:
+            power = _POWER_WORDS[power_word]
             if name.lower() in ("squared", "cubed") and unit is not None:
                 return unit.to_power(power), "", match.end()
             pending = power
@@ -292,18 +292,10 @@ def unit_at_start(text: str) -> tuple[Unit | None, str, int]:
             position = match.end()
             continue
         if part is None:
-            word = name if is_first else ""
-            return unit, word, position if unit is not None else match.end()
-        is_joined = match["over"] or match["times"] or match["open"]
-        # Two units side by side are a product in science, but "5 m in total" has none.
-        if (
-            not is_first
-            and not is_joined
-            and (len(name) > 3 or name in ("in", "a", "s", "h"))
-            and not match["power"]
-        ):
+            return (None, name, match.end()) if unit is None else (unit, "", position)
+        if unit is not None and _is_separate_word(match):
             break
-        if is_first and match["over"]:
+        if unit is None and match["over"]:
             return None, "", 0
         power = int(match["power"] or match["digit"] or 1) * (pending or 1)
         pending = 0
@@ -321,3 +313,14 @@ def unit_at_start(text: str) -> tuple[Unit | None, str, int]:
         if "(" not in text[:position]:
             in_denominator = False
     return unit, "", position if unit is not None else 0
+
+
+def _is_separate_word(match: re.Match[str]) -> bool:
+    """Whether the name behind a unit, with no sign between them, is no factor of the unit.
+
+    Two units side by side are a product in science, but "5 m in total" has none.
+    """
+    name = match["name"]
+    is_joined = match["over"] or match["times"] or match["open"]
+    is_word = len(name) > 3 or name in ("in", "a", "s", "h")
+    return is_word and not is_joined and not match["power"]

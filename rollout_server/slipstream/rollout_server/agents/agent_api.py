@@ -194,6 +194,61 @@ def _encoded(request: dict[str, Any]) -> bytes:
         raise Refusal(f"the body must be Unicode: {error.reason}") from None
 
 
+class _Exchange:
+    """One request to an application: gives it the body, and holds what it has sent of its answer.
+
+    The methods `receive` and `send` are the application's, by ASGI.
+    """
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+        # Set when the application sends or ends; set when nobody takes its answer any more.
+        self.changed = asyncio.Event()
+        self.ended = asyncio.Event()
+        # The first part, with status and headers.
+        self.first = ReplyPart()
+        # Bytes that have been sent and not been taken, and whether they are the last.
+        self.waiting = bytearray()
+        self._is_whole = False
+        self._is_stream = False
+
+    async def receive(self) -> Message:
+        if self._body is not None:
+            body = self._body
+            self._body = None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.ended.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.first.status = int(message["status"])
+            for name, value in message["headers"]:
+                self.first.headers.add(name=name.decode(), value=value.decode())
+                self._is_stream = self._is_stream or value.startswith(b"text/event-stream")
+            self.changed.set()
+        elif message["type"] == "http.response.body":
+            self.waiting.extend(message.get("body", b""))
+            self._is_whole = not message.get("more_body", False)
+            self.changed.set()
+
+    async def wait(self) -> None:
+        """Waits until the application sends or ends; a silent stream gets a comment."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(QUIET_S if self._is_stream else None) as quiet:
+                await self.changed.wait()
+        if quiet.expired():
+            self.waiting.extend(b": a reply is being sampled\n\n")
+        self.changed.clear()
+
+    def fill(self, part: ReplyPart) -> None:
+        """Moves waiting bytes into `part`, up to a limit."""
+        assert self.first.status, "an application starts its answer before the body"
+        part.body = bytes(self.waiting[:_MAX_PART])
+        del self.waiting[:_MAX_PART]
+        part.is_last = self._is_whole and not self.waiting
+
+
 async def _exchange(
     application: Application, context: Context, method: str, path: str, body: bytes
 ) -> AsyncGenerator[ReplyPart, None]:
@@ -219,59 +274,24 @@ async def _exchange(
         "client": None,
         "server": None,
     }
-    # Set when the application sends or ends; set when nobody takes its answer any more.
-    changed = asyncio.Event()
-    ended = asyncio.Event()
-    first = ReplyPart()
-    waiting = bytearray()
-    is_read = is_stream = is_whole = False
-
-    async def receive() -> Message:
-        nonlocal is_read
-        if not is_read:
-            is_read = True
-            return {"type": "http.request", "body": body, "more_body": False}
-        await ended.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Message) -> None:
-        nonlocal is_stream, is_whole
-        if message["type"] == "http.response.start":
-            first.status = int(message["status"])
-            for name, value in message["headers"]:
-                first.headers.add(name=name.decode(), value=value.decode())
-                is_stream = is_stream or value.startswith(b"text/event-stream")
-            changed.set()
-        elif message["type"] == "http.response.body":
-            waiting.extend(message.get("body", b""))
-            is_whole = not message.get("more_body", False)
-            changed.set()
-
-    call: Any = application(scope, receive, send)
+    exchange = _Exchange(body)
+    call: Any = application(scope, exchange.receive, exchange.send)
     work: asyncio.Task[None] = asyncio.get_running_loop().create_task(call, context=context)
-    work.add_done_callback(lambda _: changed.set())
-    part = first
+    work.add_done_callback(lambda _: exchange.changed.set())
+    part = exchange.first
     try:
-        while not work.done() or waiting:
-            if not waiting:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(QUIET_S if is_stream else None) as quiet:
-                        await changed.wait()
-                if quiet.expired():
-                    waiting.extend(b": a reply is being sampled\n\n")
-                changed.clear()
+        while not work.done() or exchange.waiting:
+            if not exchange.waiting:
+                await exchange.wait()
                 continue
-            assert first.status, "an application starts its answer before the body"
-            part.body = bytes(waiting[:_MAX_PART])
-            del waiting[:_MAX_PART]
-            part.is_last = is_whole and not waiting
+            exchange.fill(part)
             yield part
             if part.is_last:
                 return
             part = ReplyPart()
     finally:
         # Tasks of the application's own hear of the end in this way alone.
-        ended.set()
+        exchange.ended.set()
         work.cancel()
         try:
             await work
@@ -284,7 +304,7 @@ async def _exchange(
                 log.exception("an agent's call ended with an error")
             if opened is not None and not opened.is_recovered:
                 opened.refusal = opened.refusal or broken
-    if first.status:
+    if exchange.first.status:
         part.is_last = True
         yield part
     else:

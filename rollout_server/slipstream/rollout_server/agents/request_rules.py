@@ -282,6 +282,37 @@ def rule(
     `has_drafts`, the seed is ignored: drafts may repeat earlier replies. With their random numbers,
     likely tokens would be accepted more often than their probability.
     """
+    _check_sampling(body)
+    _check_forms(body)
+    _check_history(body)
+    request = _limited(body, sampling)
+    run_values = _NEUTRAL | sampling.distribution
+    unmet = {
+        name: f"{_word(value)} (asked {_word(body[name])})"
+        for name, value in run_values.items()
+        if body.get(name) is not None and body[name] != value
+    }
+    ignored = _take_unserved(request, fields, variables)
+    unmet |= {_label(name): _NOT for name in ignored if name not in run_values}
+    template_values = request.get("chat_template_kwargs")
+    template_values = template_values if isinstance(template_values, dict) else {}
+    unmet |= _template_variables(request, template_values, variables)
+    unmet |= _includes(request)
+    unmet |= _efforts(request, template_values, variables)
+    # Anthropic's API lets a reply begin as the last message says.
+    last = _objects(request.get("messages"))[-1:]
+    if "stop_sequences" in fields and last and last[0].get("role") == "assistant":
+        unmet["prefill"] = _NOT
+    if has_drafts and request.pop("seed", None) is not None:
+        unmet["seed"] = _NOT
+    if request.get("truncation") == "auto":
+        unmet["truncation"] = '"disabled" (asked)'
+    unmet |= _tool_choice(request)
+    return request, unmet | _parts(request)
+
+
+def _check_sampling(body: Mapping[str, Any]) -> None:
+    """Raises Refusal for a request of several replies, a beam search or a reply for later."""
     for name in ("n", "best_of"):
         if body.get(name) not in (None, 1):
             raise Refusal(f"{name} must be 1, got {body[name]!r}: send one call for each")
@@ -293,54 +324,63 @@ def rule(
         raise Refusal("use_beam_search is refused: replies are sampled")
     if body.get("background"):
         raise Refusal("background must be false: an agent gets its reply in the answer")
-    _check_forms(body)
-    _check_history(body)
-    unmet: dict[str, str] = {}
+
+
+def _limited(body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
+    """Returns the fields that a body gives, with its limits of a reply at most the run's."""
     # A field that is null is left to its default, which vLLM refuses for some names.
-    unsaid = [name for name, value in body.items() if value is None or name in ("n", "best_of")]
-    request = {name: value for name, value in body.items() if name not in unsaid}
+    request = {
+        name: value
+        for name, value in body.items()
+        if value is not None and name not in ("n", "best_of")
+    }
     for name in _LENGTHS:
         if isinstance(body.get(name), int):
             request[name] = min(body[name], sampling.max_reply_tokens)
-    holds = _NEUTRAL | sampling.distribution
-    for name, value in holds.items():
-        requested = body.get(name)
-        if requested is not None and requested != value:
-            unmet[name] = f"{_word(value)} (asked {_word(requested)})"
+    return request
+
+
+def _take_unserved(
+    request: dict[str, Any], fields: Collection[str], variables: Collection[str]
+) -> list[str]:
+    """Takes out the fields that nothing serves; returns those of them that ask for something."""
     lacking = [name for name in request if name not in fields and name not in _WITHOUT_EFFECT]
-    lacking += ["documents"] * ("documents" not in variables)
+    if "documents" not in variables:
+        lacking.append("documents")
     dropped = dict.fromkeys([*_UNSERVED, *lacking])
-    ignored = [name for name in dropped if request.pop(name, None) not in _NOTHING]
-    unmet |= {_label(name): _NOT for name in ignored if name not in holds}
-    values = request.get("chat_template_kwargs")
-    values = values if isinstance(values, dict) else {}
+    return [name for name in dropped if request.pop(name, None) not in _NOTHING]
+
+
+def _template_variables(
+    request: dict[str, Any], values: Mapping[str, Any], variables: Collection[str]
+) -> dict[str, str]:
+    """Takes out the template's variables that it does not read, and returns what was unmet."""
     unread = sorted(name for name in values if name in OWNED or name not in variables)
-    unmet |= {f"chat_template_kwargs.{_label(name)}": _NOT for name in unread}
     if unread:
-        request["chat_template_kwargs"] = {n: values[n] for n in values if n not in unread}
+        request["chat_template_kwargs"] = {
+            name: value for name, value in values.items() if name not in unread
+        }
+    return {f"chat_template_kwargs.{_label(name)}": _NOT for name in unread}
+
+
+def _includes(request: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the additions to a response that are asked for and that it cannot hold."""
     includes = request.get("include")
-    if (
-        rest := [include for include in includes if include != _LOGPROBS]
-        if isinstance(includes, list)
-        else []
-    ):
-        unmet["include"] = f"none (asked {_word(rest)})"
-    unmet |= _efforts(request, values, variables)
-    # Anthropic's API lets a reply begin as the last message says.
-    last = _objects(request.get("messages"))[-1:]
-    if "stop_sequences" in fields and last and last[0].get("role") == "assistant":
-        unmet["prefill"] = _NOT
-    if has_drafts and request.pop("seed", None) is not None:
-        unmet["seed"] = _NOT
-    if request.get("truncation") == "auto":
-        unmet["truncation"] = '"disabled" (asked)'
+    if not isinstance(includes, list):
+        return {}
+    unserved = [include for include in includes if include != _LOGPROBS]
+    return {"include": f"none (asked {_word(unserved)})"} if unserved else {}
+
+
+def _tool_choice(request: dict[str, Any]) -> dict[str, str]:
+    """Leaves the choice of a tool to the model, and returns what was unmet."""
     choice = request.get("tool_choice")
     choice_type = choice.get("type") if isinstance(choice, dict) else choice
-    if choice is not None and choice_type not in ("auto", "none"):
-        is_anthropics = isinstance(choice, dict) and choice_type in ("any", "tool")
-        request["tool_choice"] = {**choice, "type": "auto"} if is_anthropics else "auto"
-        unmet["tool_choice"] = "auto (asked)"
-    return request, unmet | _parts(request)
+    if choice is None or choice_type in ("auto", "none"):
+        return {}
+    is_anthropics = isinstance(choice, dict) and choice_type in ("any", "tool")
+    request["tool_choice"] = {**choice, "type": "auto"} if is_anthropics else "auto"
+    return {"tool_choice": "auto (asked)"}
 
 
 def _efforts(

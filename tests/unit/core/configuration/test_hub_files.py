@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from slipstream.core.configuration.automatic import QUESTIONS
+from slipstream.core.configuration.hub_downloads import QUESTIONS
 from support.fakes.hub import COMMIT, Hub, serve_hub
 from support.rigs.forked_programs import Forks
 from support.rigs.waiting import LIMIT_S

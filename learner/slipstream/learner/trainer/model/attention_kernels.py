@@ -34,7 +34,7 @@ _BEFORE = (None, None, 0, 2, 2)
 # The gradients of this sequence are too badly conditioned to be compared.
 _LOW_SCORE = -120.0
 _SEED = 20
-# The queries of a sequence, and the indices of the keys that they see.
+# The queries of a sequence, and the indices of all keys on its path, which they see.
 Path = tuple[range, list[int]]
 _COMPARED = ("outputs", "gradients of queries", "gradients of keys", "gradients of values")
 
@@ -101,22 +101,13 @@ def _check(
     attention: Megatron,
     sharing: Sharing | None,
 ) -> None:
-    from slipstream.learner.trainer.layers.attention import (
-        CoreAttention,
-        SharedSequences,
-        kernel_and_remedy,
-        packed_sequences,
-    )
+    """Raises ConfigError where one kind is wrong, over sequences that share prefixes if given."""
+    from slipstream.learner.trainer.layers.attention import SharedSequences, packed_sequences
 
     ranks = model.ranks
     lengths = [2 * ranks.cp_size * length for length in _LENGTHS]
     bounds = [0, *itertools.accumulate(lengths)]
-    # The queries of each sequence, and the indices of all keys on its path.
-    paths: list[Path] = []
-    before = [None] * len(lengths) if sharing is None else _BEFORE
-    for (start, end), earlier in zip(itertools.pairwise(bounds), before, strict=True):
-        seen = [] if earlier is None else paths[earlier][1]
-        paths.append((range(start, end), [*seen, *range(start, end)]))
+    paths = _paths(bounds, are_shared=sharing is not None)
     random = torch.Generator().manual_seed(_SEED)
 
     def drawn(heads: int, size: int) -> Tensor:
@@ -174,14 +165,32 @@ def _check(
         is_finite = bool(ours.isfinite().all())
         if not is_finite or error > MOST_ERROR:
             wrong = f"{error:.0%} off" if is_finite else "not finite"
-            kernel, remedy = kernel_and_remedy(of_torch=issubclass(kind.module, CoreAttention))
-            where = "" if sharing is None else " and shared prefixes"
-            remedy += "" if sharing is None else ", or learner.shared_prefix_tokens = 0"
-            raise ConfigError(
-                f"the attention of this machine is wrong for heads of {kind.size} dimensions"
-                f"{where}: {kernel}: {name} are {wrong}, at most {MOST_ERROR:.0%} is rounding. "
-                f"Take {remedy}"
-            )
+            raise _wrong_kernel(kind, f"{name} are {wrong}", are_shared=sharing is not None)
+
+
+def _paths(bounds: Sequence[int], *, are_shared: bool) -> list[Path]:
+    """Returns the path of each sequence between `bounds`."""
+    paths: list[Path] = []
+    before = _BEFORE if are_shared else [None] * (len(bounds) - 1)
+    for (start, end), earlier in zip(itertools.pairwise(bounds), before, strict=True):
+        seen = [] if earlier is None else paths[earlier][1]
+        paths.append((range(start, end), [*seen, *range(start, end)]))
+    return paths
+
+
+def _wrong_kernel(kind: AttentionKind, what: str, *, are_shared: bool) -> ConfigError:
+    """Returns the error for a kernel of which `what` is wrong, with what to take instead."""
+    from slipstream.learner.trainer.layers.attention import CoreAttention, kernel_and_remedy
+
+    kernel, remedy = kernel_and_remedy(of_torch=issubclass(kind.module, CoreAttention))
+    where = " and shared prefixes" if are_shared else ""
+    if are_shared:
+        remedy += ", or learner.shared_prefix_tokens = 0"
+    return ConfigError(
+        f"the attention of this machine is wrong for heads of {kind.size} dimensions"
+        f"{where}: {kernel}: {what}, at most {MOST_ERROR:.0%} is rounding. "
+        f"Take {remedy}"
+    )
 
 
 def _plain(

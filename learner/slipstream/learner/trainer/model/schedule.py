@@ -524,20 +524,10 @@ def build_micro_batch(
     so it is never empty. `sequences` are all sequences of the step; filler has the same fields as
     the first of them.
     """
-
-    def padded(segment: Segment) -> TrainingSequence:
-        sequence = sequences[segment.index]
-        missing = -len(segment) % sequence_multiple
-        if not missing and len(segment) == len(sequence):
-            return sequence
-
-        def own(array: npt.NDArray[Any], column: SequenceColumn) -> npt.NDArray[Any]:
-            cut = array[segment.start : segment.end]
-            return np.concatenate([cut, column.filled(missing, array)]) if missing else cut
-
-        return sequence.map_fields(own)
-
-    parts = [padded(segment) for segment in segments]
+    parts = [
+        _padded(sequences[segment.index], segment, multiple=sequence_multiple)
+        for segment in segments
+    ]
     place_of: dict[int, int] = {}
     for segment in segments:
         place_of.setdefault(segment.index, len(place_of))
@@ -580,3 +570,16 @@ def build_micro_batch(
         indices=tuple(place_of),
         images=ImageInputs.of(images, lengths.tolist()) if any(images) else None,
     )
+
+
+def _padded(sequence: TrainingSequence, segment: Segment, *, multiple: int) -> TrainingSequence:
+    """Returns a segment of its sequence, padded at its end to a length divisible by `multiple`."""
+    missing = -len(segment) % multiple
+    if not missing and len(segment) == len(sequence):
+        return sequence
+
+    def cut_and_filled(array: npt.NDArray[Any], column: SequenceColumn) -> npt.NDArray[Any]:
+        cut = array[segment.start : segment.end]
+        return np.concatenate([cut, column.filled(missing, array)]) if missing else cut
+
+    return sequence.map_fields(cut_and_filled)
