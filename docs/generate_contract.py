@@ -19,7 +19,7 @@ from slipstream.extensions.tinker.contract import (
     Field,
     Use,
 )
-from slipstream.extensions.tinker.losses import LOSSES, UNPUBLISHED
+from slipstream.extensions.tinker.requested_passes import LOSSES, UNPUBLISHED
 
 PAGE = Path(__file__).parent / "guides" / "tinker-contract.md"
 HEAD = f"""# Tinker's contract, field by field

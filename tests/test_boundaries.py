@@ -113,7 +113,7 @@ OWNERS = {
     "slipstream.rollout_server.vllm": (
         "slipstream.rollout_server.vllm",
         "slipstream.rollout_server.__main__",
-        "slipstream.rollout_server.check",
+        "slipstream.rollout_server.engine_check",
         "slipstream.extensions.fast_decoding.server",
     ),
     "megatron": ("slipstream.learner.trainer",),

@@ -166,11 +166,11 @@ async def train(config: Config, arguments: argparse.Namespace) -> dict[str, Any]
 
 def score_afresh(path: Path) -> None:
     """Loads the export in a program of its own; prints the log-probabilities of the probe."""
-    from slipstream.rollout_server import process
+    from slipstream.rollout_server import child_processes
 
     job = json.loads(path.read_text())
     config = load_config(Path(job["config"]), [f'model.path="{job["model"]}"'])
-    os.environ |= process.engine_environment(config, on_cpu=process.is_cpu_build())
+    os.environ |= child_processes.engine_environment(config, on_cpu=child_processes.is_cpu_build())
 
     async def score() -> list[float]:
         from slipstream.core.types import PolicyVersion

@@ -29,10 +29,10 @@ from slipstream.learner.controller.application import Controller
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.reporting.trackers import read_rows
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.trajectories.batch import FormedBatch, StepOrder
+from slipstream.learner.controller.trajectories.formed_batch import FormedBatch, StepOrder
 from slipstream.protocol.access.security import Credentials
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 
@@ -98,7 +98,7 @@ class PublishTimes:
 class TimedPublisher(Publisher):
     """The real publisher; `publishes` grows with the moments of each publish."""
 
-    def __init__(self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, fleet: Fleet, run: ControlledRun, tasks: asyncio.TaskGroup) -> None:
         super().__init__(fleet, run, tasks)
         self.publishes: list[PublishTimes] = []
         # Called when the servers are about to be told to receive.

@@ -36,7 +36,7 @@ from slipstream.core.machine.address import free_port
 from slipstream.core.settings.sections import LearnerSection
 from slipstream.core.types import GroupId, Purpose, RoutedExperts, Trajectory
 from slipstream.learner.controller.leasing.groups import Group
-from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks
+from slipstream.learner.controller.trajectories.formed_batch import FormedBatch, chunks
 from slipstream.protocol.access.run_token import make_run_token, run_credentials
 from slipstream.v1 import trainer_pb2
 from support.fakes.plain_trajectory import plain_trajectory
@@ -306,8 +306,7 @@ def rank_costs(shape: Shape, *, batch_mb: int) -> list[RankCost]:
 def be_a_rank(shape: Shape, num_trajectories: int) -> None:
     """Takes part in one batch as a trainer's rank does, and prints what it took."""
     # Only ranks import torch and Megatron.
-    from slipstream.learner.trainer.batches.batch import Batch
-    from slipstream.learner.trainer.batches.batch_stream import on_every_rank, read_order
+    from slipstream.learner.trainer.batches.batch import Batch, on_every_rank, read_order
     from slipstream.learner.trainer.batches.training_sequence import TrainingSequence
     from slipstream.learner.trainer.ranks import compat
     from slipstream.learner.trainer.ranks.parallel import Launch, Ranks

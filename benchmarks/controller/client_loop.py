@@ -169,7 +169,7 @@ async def steps_over_http(
 
 def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[str, list[float]]:
     """Returns the seconds of steps in this process, those of both loops in turns."""
-    from slipstream.extensions.tinker.losses import forward_backward
+    from slipstream.extensions.tinker.requested_passes import forward_backward
     from slipstream.extensions.tinker.wire_pb2 import ForwardBackwardRequest
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.passes import Passes

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.batch_stream import read_order
+from slipstream.learner.trainer.batches.batch import Batch, read_order
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.protocol.codec import passes_digest, version_to_pb
 from slipstream.v1 import trainer_pb2, weights_pb2

@@ -226,8 +226,7 @@ class BareLoop:
 
 def packed_as_ours(policy: Policy, config: Config, batch: Batch) -> list[MicroBatch]:
     """Returns this rank's micro batches of a step, packed as ours packs them, on the device."""
-    from slipstream.learner.trainer.algorithms.loss import training_sequences
-    from slipstream.learner.trainer.algorithms.loss_weights import weighted
+    from slipstream.learner.trainer.algorithms.loss import training_sequences, weighted
     from slipstream.learner.trainer.model.schedule import rank_micro_batches
 
     members = batch.mini_batches(1)

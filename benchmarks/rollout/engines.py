@@ -314,13 +314,13 @@ Start = Callable[[Config, Sizes, str], Coroutine[Any, Any, Ours | Bare]]
 async def main(start: Start, folder: Path, address: str, sizes: Sizes) -> None:
     """Starts one engine by `start`, then does what stdin says until it is closed."""
     from slipstream.core.configuration.config_file import load_config
-    from slipstream.rollout_server import process
+    from slipstream.rollout_server import child_processes
 
     config = load_config(folder / "config.toml")
-    on_cpu = process.is_cpu_build()
-    os.environ.update(process.engine_environment(config, on_cpu=on_cpu))
-    process.bind_children()
-    with process.limited_start(START_LIMIT_S):
+    on_cpu = child_processes.is_cpu_build()
+    os.environ.update(child_processes.engine_environment(config, on_cpu=on_cpu))
+    child_processes.bind_children()
+    with child_processes.limited_start(START_LIMIT_S):
         engine = await start(config, sizes, address)
     runs = engine.runs()
     _answer({"ready": True})

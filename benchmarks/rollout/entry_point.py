@@ -18,7 +18,7 @@ from typing import Any
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.models.model_rules import cpu_cache_bytes
 from slipstream.core.settings.config import Config
-from slipstream.rollout_server import process
+from slipstream.rollout_server import child_processes
 
 from benchmarks.rollout.engines import START_LIMIT_S, Sizes, Turn
 
@@ -60,7 +60,7 @@ def command(config: Config, sizes: Sizes, mode: str, turn: Turn, result: Path) -
         "tensor-parallel-size": server.tensor_parallel_size,
         "output-json": result,
     }
-    if process.is_cpu_build():
+    if child_processes.is_cpu_build():
         options["kv-cache-memory-bytes"] = cpu_cache_bytes(config)
     words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
     switches = ["--disable-detokenize", *MODES[mode]]
@@ -77,8 +77,8 @@ async def run(folder: Path, sizes: Sizes, mode: str, turn: Turn) -> dict[str, An
     log_path = folder / "bench.log"
     assert turn.least_tokens == turn.most_tokens
     assert turn.requests == turn.slots
-    on_cpu = process.is_cpu_build()
-    own = process.engine_environment(config, on_cpu=on_cpu)
+    on_cpu = child_processes.is_cpu_build()
+    own = child_processes.engine_environment(config, on_cpu=on_cpu)
     with tempfile.TemporaryDirectory() as made, log_path.open("ab") as log:
         result = Path(made) / "result.json"
         child = await asyncio.create_subprocess_exec(

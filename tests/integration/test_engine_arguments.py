@@ -11,8 +11,8 @@ import torch
 import transformers
 from slipstream.core.errors import ConfigError
 from slipstream.core.extension import installed
+from slipstream.core.models.images import load_processor
 from slipstream.core.models.model_sizes import decoder_table
-from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.engine_table import OWNED
 from slipstream.core.settings.sections import SamplingSection

@@ -58,7 +58,7 @@ def test_a_config_that_does_not_say_whether_embeddings_are_tied_means_the_defaul
     None
 ):
     import transformers
-    from slipstream.core.models.kinds import MiMoConfig
+    from slipstream.core.models.registered_kinds import MiMoConfig
 
     # transformers has no class of that name.
     settings = {"MiMoForCausalLM": MiMoConfig}

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.findings import LEARNER, Scene
 from slipstream.client.launch.preflight import prove
+from slipstream.client.launch.scene import LEARNER, Scene
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.extensions.proofs.launch import check_proofs

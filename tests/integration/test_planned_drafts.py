@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from slipstream.core.extension import installed
-from slipstream.extensions.drafts.switch import DraftSwitch
+from slipstream.extensions.drafts.switch import MeasuredDraftSwitch
 from slipstream.rollout_server.vllm.engine_arguments import engine_config
 from slipstream.rollout_server.vllm.engine_scheduler import scheduler_class
 from support.fakes.small_configs import NGRAM, small_config
@@ -139,7 +139,7 @@ def test_replies_are_whole_where_running_ones_are_computed_again(settings) -> No
 
 
 @dataclass
-class Noted(DraftSwitch):
+class Noted(MeasuredDraftSwitch):
     """A switch that keeps what it is told: the requests of a step, or None for a pause."""
 
     told: list[int | None] = field(default_factory=list)

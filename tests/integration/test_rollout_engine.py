@@ -20,6 +20,7 @@ from slipstream.extensions.fast_decoding.server.chunking_scheduler import (
     scheduler_class,
 )
 from slipstream.extensions.fast_decoding.server.steady_decoding import CHUNK_TOKENS
+from slipstream.rollout_server.child_processes import store_url
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
@@ -28,7 +29,6 @@ from slipstream.rollout_server.engine_interface import (
     RequestRefused,
     TextOptions,
 )
-from slipstream.rollout_server.process import store_url
 from slipstream.rollout_server.vllm import engine, loader_update
 from slipstream.rollout_server.vllm.engine_scheduler import EngineScheduler
 from support.fakes.gloo_sender import GlooSender, layout_of

@@ -7,7 +7,7 @@ import pytest
 import tomli_w
 from make_tiny_vision_model import FAMILIES
 from slipstream.core.machine.address import free_port
-from slipstream.core.models.vision import image_tokens
+from slipstream.core.models.images import image_tokens
 from support.fakes.tiny_models import make_seeing_model
 from support.rigs.run_processes import SLOW_RUN, check_replay, checked, rows_of, succeed
 

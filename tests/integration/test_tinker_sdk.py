@@ -21,7 +21,7 @@ from slipstream.extensions.tinker.contract import (
     UNSERVED,
     Use,
 )
-from slipstream.extensions.tinker.losses import LOSSES, UNPUBLISHED
+from slipstream.extensions.tinker.requested_passes import LOSSES, UNPUBLISHED
 from support.fakes.fake_trainer import FakeTrainer
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.loop_client import LoopClient

@@ -35,7 +35,7 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.model.model import MemoryPart
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.publish import open_published
+    from slipstream.learner.trainer.weights.weight_publisher import open_published
 
     ranks, model, changes = LAYOUTS[job]
     config = settings_of(

@@ -138,8 +138,8 @@ def run_rank(folder: Path, job: str) -> None:
     from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
     from slipstream.learner.trainer.passes import Passes
     from slipstream.learner.trainer.weights.export import save_adapters
-    from slipstream.learner.trainer.weights.publish import open_published
     from slipstream.learner.trainer.weights.run_chat import RunChat
+    from slipstream.learner.trainer.weights.weight_publisher import open_published
     from support.ranks.lora_ranks import save
 
     config = config_of(job, folder)

@@ -12,7 +12,7 @@ import torch
 from make_tiny_vision_model import FAMILIES
 from safetensors.torch import load_file
 from slipstream.core.configuration.config_file import check_model
-from slipstream.core.models.vision import PlacedImage
+from slipstream.core.models.images import PlacedImage
 from slipstream.rollout_server.engine_interface import Sampling
 from support.fakes.gloo_sender import GlooSender, layout_of
 from support.fakes.plain_matrices import keep_matrices_plain

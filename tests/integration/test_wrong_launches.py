@@ -20,8 +20,8 @@ import pytest
 from slipstream.client.launch import machine
 from slipstream.client.launch.check import Stage
 from slipstream.client.launch.checks import require
-from slipstream.client.launch.findings import CONTROLLER, Scene
 from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.launch.scene import CONTROLLER, Scene
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import free_port

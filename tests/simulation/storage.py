@@ -19,7 +19,7 @@ from slipstream.extensions.stored_weights import trainer as version_writer
 from slipstream.extensions.stored_weights.controller import StoredPublisher
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests
-from slipstream.protocol.weights.waits import Unanswered
+from slipstream.protocol.weights.publish_waits import Unanswered
 from slipstream.v1 import trainer_pb2, weights_pb2
 
 from simulation.blocking import THREADING, run_blocking, wait

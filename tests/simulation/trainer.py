@@ -16,8 +16,7 @@ from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, Trajectory
 from slipstream.extensions.stored_weights.trainer import StorageWriter
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.batch_stream import read_order
+from slipstream.learner.trainer.batches.batch import Batch, read_order
 from slipstream.learner.trainer.controller_client import (
     TERMINATED,
     ControllerClient,

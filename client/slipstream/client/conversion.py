@@ -30,7 +30,7 @@ from slipstream.client.environment_loader import environment_failed
 from slipstream.core.arguments import Count, kind_of, of_kind
 from slipstream.core.errors import ProtocolError, did_you_mean, near_names
 from slipstream.core.machine.files import read_regular
-from slipstream.core.models.vision import data_of_url
+from slipstream.core.models.images import data_of_url
 from slipstream.core.template_values import json_object, plain, show, tools_json
 from slipstream.protocol.bounds import check_bounds, decode
 from slipstream.v1 import environment_pb2 as pb

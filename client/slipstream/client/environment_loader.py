@@ -1,7 +1,7 @@
 """Loads an environment from "package.module:Class", and finds which line of its code is running.
 
 `CallTracker` records which calls a worker is answering. Consumes: the begin and end of each call.
-Produces: a `CallRecord`, which the server reads when the worker has ended or no longer answers.
+Produces: a `RunningCalls`, which the server reads when the worker has ended or no longer answers.
 Waits for: the begin of a call; the tracker waits in a thread of its own, since the worker's event
 loop may be blocked. Unblocked by: the next call.
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from slipstream.client.environment import AnyEnvironment, Environment
 from slipstream.core.errors import ConfigError, EnvironmentFailed
-from slipstream.protocol.call_record import CallRecord
+from slipstream.protocol.running_calls import RunningCalls
 from slipstream.v1 import trajectory_pb2
 
 MAX_CAUSE_CHARACTERS = 500
@@ -91,17 +91,8 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
     try:
         module = importlib.import_module(module_name)
     except BaseException as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{module_name}.".startswith(f"{missing}."):
-            # The search path may be a text that no path can be.
-            is_there = os.path.isdir(search_path)  # noqa: PTH112
-            folder = search_path if is_there else f"{search_path}, which is no folder here,"
-            where = f"{folder} or " if search_path else ""
-            cause = f"there is no module {missing!r} in {where}Python's path"
-            if module_name.endswith(".py"):
-                cause += f"; without .py: {module_name.removesuffix('.py')}:{class_name}"
-            raise environment_failed(cause) from error
-        raise environment_failed(f"import of {module_name} failed: {describe(error)}") from error
+        cause = _import_cause(error, module_name, class_name, search_path)
+        raise environment_failed(cause) from error
     environment_class = vars(module).get(class_name)
     if environment_class is None:
         raise environment_failed(f"module {module_name} has no class {class_name}")
@@ -130,6 +121,21 @@ def load_environment(reference: str, args_json: str, search_path: str) -> AnyEnv
         raise environment_failed(f"{class_name}(...) failed: {describe(error)}") from error
 
 
+def _import_cause(error: BaseException, module_name: str, class_name: str, search_path: str) -> str:
+    """Returns why a module cannot be imported, and of a missing one where it was looked for."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not f"{module_name}.".startswith(f"{missing}."):
+        return f"import of {module_name} failed: {describe(error)}"
+    # The search path may be a text that no path can be.
+    is_there = os.path.isdir(search_path)  # noqa: PTH112
+    folder = search_path if is_there else f"{search_path}, which is no folder here,"
+    where = f"{folder} or " if search_path else ""
+    cause = f"there is no module {missing!r} in {where}Python's path"
+    if module_name.endswith(".py"):
+        cause += f"; without .py: {module_name.removesuffix('.py')}:{class_name}"
+    return cause
+
+
 def is_ours(filename: str) -> bool:
     """Whether a source file belongs to us, and to no built-in environment."""
     return filename.startswith(_OURS) and not filename.startswith(_BUILTIN)
@@ -142,7 +148,7 @@ def is_of_environment(filename: str) -> bool:
 
 
 class CallTracker:
-    """Writes a worker's `CallRecord` to a descriptor; create it in the event loop's thread."""
+    """Writes a worker's `RunningCalls` to a descriptor; create it in the event loop's thread."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -158,14 +164,14 @@ class CallTracker:
         """Records that `task` begins to answer a call of the episode `key`."""
         with self._lock:
             self._keys[task] = key
-            CallRecord(tuple(self._keys.values())).write(self._descriptor)
+            RunningCalls(tuple(self._keys.values())).write(self._descriptor)
         self._busy.set()
 
     def end(self, task: asyncio.Task[object]) -> None:
         """Records that `task` has answered its call."""
         with self._lock:
             del self._keys[task]
-            CallRecord(tuple(self._keys.values())).write(self._descriptor)
+            RunningCalls(tuple(self._keys.values())).write(self._descriptor)
             if not self._keys:
                 self._busy.clear()
 
@@ -178,7 +184,7 @@ class CallTracker:
                 current = self._keys.get(task, "") if task is not None else ""
                 if current:
                     place = running_place(self._loop_thread)
-                    record = CallRecord(tuple(self._keys.values()), current, place)
+                    record = RunningCalls(tuple(self._keys.values()), current, place)
                     record.write(self._descriptor)
 
 

@@ -20,7 +20,7 @@ import sys
 from types import FrameType
 
 from slipstream.core.machine.process import die_with_parent
-from slipstream.environments.math_judge.kinds import judge
+from slipstream.environments.math_judge.answer_kinds import judge
 
 # Memory limit of one comparison, enough for sympy.
 MAX_MEMORY_BYTES = 4 << 30

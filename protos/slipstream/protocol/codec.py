@@ -60,14 +60,35 @@ _STATUSES = functools.cache(Status)
 
 def _faults(trajectory: Trajectory) -> Iterator[str]:
     """Yields the parts of a trajectory that do not match, and the numbers that are not finite."""
+    yield from _token_faults(trajectory)
+    yield from _branch_faults(trajectory)
+    if trajectory.reference is not None:
+        fault = check_reference(trajectory.reference, trajectory.unpredicted())
+        if fault:
+            yield fault
+    yield from _image_faults(trajectory)
+    yield from _prompt_faults(trajectory)
+    if trajectory.kept_tokens and sum(trajectory.run_lengths) == len(trajectory.token_ids):
+        kept_tokens = KeptTokens.unpacked(trajectory.kept_tokens, trajectory.num_sampled_tokens)
+        is_kept = kept_tokens.has(trajectory.token_ids[trajectory.sampled_mask()])
+        if not is_kept.all():
+            yield f"its kept tokens lack sampled token {int(np.argmin(is_kept))}"
+
+
+def _token_faults(trajectory: Trajectory) -> Iterator[str]:
+    """Yields what is wrong with the runs of tokens, the values of sampled ones and the reward."""
     sampled = trajectory.num_sampled_tokens
     runs = trajectory.run_lengths
     num_tokens = len(trajectory.token_ids)
     if sum(runs) != num_tokens:
         yield f"runs of {sum(runs)} tokens, but {num_tokens} tokens"
-    arrays = {field: getattr(trajectory, field) for field in SAMPLED_ARRAYS}
+    arrays = {
+        field: array
+        for field in SAMPLED_ARRAYS
+        if (array := getattr(trajectory, field)) is not None
+    }
     for field, array in arrays.items():
-        if array is not None and len(array) != sampled:
+        if len(array) != sampled:
             yield f"{len(array)} values of {field} for {sampled} sampled tokens"
     if any(span.length == 0 for span in trajectory.version_spans):
         yield "a version span is empty"
@@ -76,14 +97,18 @@ def _faults(trajectory: Trajectory) -> Iterator[str]:
     if not math.isfinite(trajectory.reward):
         yield f"reward {trajectory.reward} is not a finite number"
     for field, array in arrays.items():
-        if array is not None and not np.logical_and.reduce(np.isfinite(array)):
+        if not np.logical_and.reduce(np.isfinite(array)):
             yield f"a value of {field} is not a finite number"
-    in_branches = [branch.num_runs for branch in trajectory.branches]
-    for number in in_branches:
-        if number == 0 or number % 2:
-            yield f"a branch must have an even number of runs, got {number}"
-    if in_branches and sum(in_branches) != len(runs):
-        yield f"branches of {sum(in_branches)} runs, but {len(runs)} runs"
+
+
+def _branch_faults(trajectory: Trajectory) -> Iterator[str]:
+    """Yields what is wrong with the runs, shares and rewards of the branches."""
+    runs_by_branch = [branch.num_runs for branch in trajectory.branches]
+    for num_runs in runs_by_branch:
+        if num_runs == 0 or num_runs % 2:
+            yield f"a branch must have an even number of runs, got {num_runs}"
+    if runs_by_branch and sum(runs_by_branch) != len(trajectory.run_lengths):
+        yield f"branches of {sum(runs_by_branch)} runs, but {len(trajectory.run_lengths)} runs"
     rewards = {branch.name: branch.reward for branch in trajectory.branches}
     for branch in trajectory.branches:
         if not math.isfinite(branch.share):
@@ -92,14 +117,20 @@ def _faults(trajectory: Trajectory) -> Iterator[str]:
             yield f"reward {branch.reward} is not a finite number"
         if branch.reward != rewards[branch.name]:
             yield "branches of one name must have one reward"
-    if trajectory.reference is not None:
-        fault = check_reference(trajectory.reference, trajectory.unpredicted())
-        yield from [fault] if fault else []
+
+
+def _image_faults(trajectory: Trajectory) -> Iterator[str]:
+    """Yields what is wrong with the places of images among the tokens."""
     if any(place.image >= len(trajectory.images) for place in trajectory.image_places):
         yield f"a place names an image beyond its {len(trajectory.images)}"
-    offsets = [*(place.offset for place in trajectory.image_places), num_tokens]
-    if any(now >= after for now, after in itertools.pairwise(offsets)):
+    offsets = [*(place.offset for place in trajectory.image_places), len(trajectory.token_ids)]
+    if any(offset >= end for offset, end in itertools.pairwise(offsets)):
         yield "the places of images are not in the order of its tokens"
+
+
+def _prompt_faults(trajectory: Trajectory) -> Iterator[str]:
+    """Yields what is wrong with the scores of the prompt, and with the prompt of a teacher."""
+    runs = trajectory.run_lengths
     scored = len(unpack_logprobs(trajectory.prompt_logprobs))
     if scored and runs[:1] != (scored + 1,):
         yield f"{scored} values of prompt_logprobs for runs {runs[:1]}"
@@ -107,11 +138,6 @@ def _faults(trajectory: Trajectory) -> Iterator[str]:
         yield f"a teacher's prompt of {len(trajectory.teacher_prompt)} bytes is no list of tokens"
     if trajectory.teacher_prompt and trajectory.branches:
         yield "a teacher's prompt is of one conversation, and it has branches"
-    if trajectory.kept_tokens and sum(runs) == num_tokens:
-        kept_tokens = KeptTokens.unpacked(trajectory.kept_tokens, sampled)
-        is_kept = kept_tokens.has(trajectory.token_ids[trajectory.sampled_mask()])
-        if not is_kept.all():
-            yield f"its kept tokens lack sampled token {int(np.argmin(is_kept))}"
 
 
 def version_to_pb(version: PolicyVersion) -> pb.PolicyVersion:

@@ -37,7 +37,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.weights.nccl_group import set_nccl_environment
-from slipstream.rollout_server import process
+from slipstream.rollout_server import child_processes
 from slipstream.rollout_server.engine_interface import EngineDied
 from slipstream.rollout_server.episodes.worker_gateway import WorkerLimits
 
@@ -76,14 +76,14 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 async def _serve(config: Config, options: argparse.Namespace) -> int:
     from slipstream.core.configuration.reply_ends import find_reply_ends
-    from slipstream.core.models.vision import image_tokens
+    from slipstream.core.models.images import image_tokens
     from slipstream.rollout_server.episodes.play import ServedModel
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
     from slipstream.rollout_server.service import RolloutServer
 
     check_process(config)
-    process.import_engine(config)
+    child_processes.import_engine(config)
     from slipstream.rollout_server.vllm.agent_services import AgentServices
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
@@ -91,7 +91,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
     controller, _ = address_parts(options.controller)
     # An engine and its workers run on one host.
     narrow_sockets(os.environ, gloo="127.0.0.1", nccl=controller)
-    process.bind_children()
+    child_processes.bind_children()
     settings = config.rollout_server
     renderer = Renderer(
         config.model.path,
@@ -105,7 +105,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
     # Both may block the event loop: nothing else runs in it yet.
     with (
         fill_gpus(config.run_dir / LOCKS, gpus, alone=True, limit_s=limit_s),
-        process.limited_start(settings.start_timeout_s),
+        child_processes.limited_start(settings.start_timeout_s),
     ):
         try:
             engine = await VllmEngine.start(config, seed=secrets.randbits(31))
@@ -141,7 +141,9 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
     except* EngineDied as died:
         # Every open request has failed with the same error.
         message = str(_leaves(died)[0])
-        raise EngineDied(process.describe_engine_death(message, oom_kills=oom_kills)) from None
+        raise EngineDied(
+            child_processes.describe_engine_death(message, oom_kills=oom_kills)
+        ) from None
     finally:
         await engine.aclose()
     return RUN_STOPPED if run_stopped else DONE

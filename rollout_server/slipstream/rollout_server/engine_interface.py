@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.kept_tokens import KeptTokens, fit_a_record
-from slipstream.core.models.vision import PlacedImage
+from slipstream.core.models.images import PlacedImage
 from slipstream.core.types import LogprobArray, PolicyVersion, TokenArray, VersionSpan
 from slipstream.v1 import fleet_pb2, weights_pb2
 

@@ -22,12 +22,12 @@ from slipstream.protocol.codec import PROTOCOL_VERSION
 from slipstream.protocol.queue.base import Tally, TrajectorySender
 from slipstream.protocol.weights.handover import host_id
 from slipstream.protocol.weights.nccl_group import agreed_settings
+from slipstream.rollout_server.child_processes import is_cpu_build
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.dispatcher import Dispatcher
 from slipstream.rollout_server.episodes.play import EpisodeLease, EpisodeServices, Identity
 from slipstream.rollout_server.part import Fetches
-from slipstream.rollout_server.process import is_cpu_build
 from slipstream.rollout_server.usage import EpochCounters
 from slipstream.rollout_server.weight_orders import WeightOrders
 from slipstream.v1 import fleet_pb2, weights_pb2

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 from slipstream.core.configuration.reply_ends import find_reply_ends
-from slipstream.core.models.vision import image_tokens
+from slipstream.core.models.images import image_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import Answering

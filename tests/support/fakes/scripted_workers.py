@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from slipstream.core.errors import EnvironmentFailed
-from slipstream.protocol.call_record import CallRecord
+from slipstream.protocol.running_calls import RunningCalls
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.rollout_server.episodes.environments import HostedEnvironment
 from slipstream.rollout_server.episodes.worker_gateway import (
@@ -35,9 +35,9 @@ class ScriptedWorker(EnvironmentWorker):
         self._process = self
         self.look_s = hosted.look_s
 
-    def calls(self) -> CallRecord:
+    def calls(self) -> RunningCalls:
         """The call that the worker does not answer."""
-        return CallRecord((self._hung_key,), self._hung_key, "script.py:1 in step")
+        return RunningCalls((self._hung_key,), self._hung_key, "script.py:1 in step")
 
     def _take(self, command: environment_pb2.WorkerCommand) -> None:
         asyncio.get_running_loop().call_soon(self._answer, command)

@@ -30,7 +30,7 @@ from support.ranks.rank_program import (
 
 if TYPE_CHECKING:
     from slipstream.learner.trainer.model.policy import Policy
-    from slipstream.learner.trainer.weights.publish import Published
+    from slipstream.learner.trainer.weights.weight_publisher import Published
 
 RANK = 4
 ALPHA = 8.0
@@ -204,7 +204,7 @@ def note_sent(
 
 def see_published(policy: Policy, config: Config) -> Published:
     """What a run with `lora.publish = "adapters"` sends."""
-    from slipstream.learner.trainer.weights.publish import open_published
+    from slipstream.learner.trainer.weights.weight_publisher import open_published
 
     lora = config.lora.model_copy(update={"publish": "adapters"})
     return open_published(policy, config.model_copy(update={"lora": lora}))

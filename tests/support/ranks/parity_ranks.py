@@ -53,7 +53,7 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 def train(folder: Path, job: str) -> None:
-    from slipstream.learner.trainer.batches.batch_stream import read_order
+    from slipstream.learner.trainer.batches.batch import read_order
     from slipstream.learner.trainer.parts import step_parts
     from slipstream.learner.trainer.step import TrainingStep
     from slipstream.learner.trainer.weights.export import RunChat, save_hf_folder

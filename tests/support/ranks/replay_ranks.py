@@ -106,7 +106,7 @@ def record(config: Config, batches: Iterable[Batch]) -> None:
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
     from slipstream.learner.trainer.step import TrainingStep
-    from slipstream.learner.trainer.weights.publish import open_published
+    from slipstream.learner.trainer.weights.weight_publisher import open_published
 
     run = config.run_dir
     policy = open_policy(config, Launch.from_environment())

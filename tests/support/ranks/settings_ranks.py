@@ -105,7 +105,7 @@ def run_rank(folder: Path, job: str) -> None:
 
 
 def refusal(config: Config) -> str:
-    from slipstream.learner.trainer.check import check_settings
+    from slipstream.learner.trainer.megatron_check import check_settings
 
     try:
         check_settings(config)

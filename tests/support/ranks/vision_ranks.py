@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 from slipstream.core.configuration.config_file import check_model, parse_config
-from slipstream.core.models.vision import image_tokens
+from slipstream.core.models.images import image_tokens
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ImagePlace, PolicyVersion, Trajectory, VersionSpan
 

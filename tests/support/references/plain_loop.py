@@ -75,7 +75,7 @@ def train(config: Config) -> None:
 def print_digest(config: Config) -> None:
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.weights.publish import open_published
+    from slipstream.learner.trainer.weights.weight_publisher import open_published
 
     policy = open_policy(config, Launch.from_environment())
     print(

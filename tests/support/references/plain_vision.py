@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from slipstream.core.models.vision import load_processor
+from slipstream.core.models.images import load_processor
 
 from support.ranks.vision_ranks import Conversation
 

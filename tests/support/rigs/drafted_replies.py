@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.rollout_server import process
+from slipstream.rollout_server import child_processes
 from slipstream.rollout_server.engine_interface import Sampling
 
 from support.fakes.small_configs import NGRAM, small_config
@@ -99,7 +99,7 @@ class Replies:
 
 async def answer(folder: Path) -> dict[str, Any]:
     config = config_of(folder)
-    os.environ |= process.engine_environment(config, on_cpu=False)
+    os.environ |= child_processes.engine_environment(config, on_cpu=False)
     from slipstream.rollout_server.vllm.engine import VllmEngine
 
     engine = await VllmEngine.start(config, seed=1)

@@ -13,7 +13,7 @@ from pydantic.fields import FieldInfo
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FUNCTIONS, FunctionKind
-from slipstream.extensions.by_environment.settings import EnvironmentEntry
+from slipstream.extensions.by_environment.settings import EnvironmentOverrides
 
 Changes = dict[str, JsonValue]
 # The environment that may have values of its own.
@@ -21,7 +21,7 @@ OWN = "own"
 OF_ENVIRONMENT = f"extensions.by_environment.environments.{OWN}."
 
 # The arguments of their functions are drawn with these.
-_WITH_FUNCTIONS = (AlgorithmSection, EnvironmentEntry)
+_WITH_FUNCTIONS = (AlgorithmSection, EnvironmentOverrides)
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def every_setting(
 
 def environment_settings() -> Iterator[Setting]:
     """Yields the settings of an environment that has values of its own."""
-    yield from every_setting(EnvironmentEntry, OF_ENVIRONMENT)
+    yield from every_setting(EnvironmentOverrides, OF_ENVIRONMENT)
 
 
 def _value_of(field: FieldInfo, chance: random.Random) -> JsonValue:

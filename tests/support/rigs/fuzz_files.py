@@ -23,7 +23,7 @@ from slipstream.learner.controller.records.journal import (
     batch_path,
     read_batch,
 )
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.protocol.checkpoints import MANIFEST_NAME, read_manifest
 from slipstream.v1 import trainer_pb2
 
@@ -160,7 +160,7 @@ def _read_journal(data: bytes, folder: Path) -> object:
     journal.mkdir(parents=True)
     (journal / "journal.log").write_bytes(data)
     with Journal(journal) as opened:
-        run = Run(config_of(folder), "r")
+        run = ControlledRun(config_of(folder), "r")
         return begin(opened, journal, run).version
 
 

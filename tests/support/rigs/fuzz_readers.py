@@ -21,7 +21,7 @@ from slipstream.client.environment import Environment, StepResult
 from slipstream.client.episode_host import EpisodeHost
 from slipstream.client.status import environment_from_pb, event_from_pb, run_from_pb
 from slipstream.core.errors import ConfigError, EnvironmentFailed, ProtocolError
-from slipstream.core.models.vision import FORMATS, decoded
+from slipstream.core.models.images import FORMATS, decoded
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.types import (
     ReferenceLogprobs,
@@ -34,10 +34,8 @@ from slipstream.learner.controller.reporting.metrics import readable
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import read_claim
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.batch_stream import read_order
+from slipstream.learner.trainer.batches.batch import Batch, read_order
 from slipstream.protocol.bounds import check_bounds, decode
-from slipstream.protocol.call_record import CallRecord
 from slipstream.protocol.codec import (
     decode_trajectory,
     encode_trajectory,
@@ -46,6 +44,7 @@ from slipstream.protocol.codec import (
     unpack_tokens,
 )
 from slipstream.protocol.queue.base import Delivery, opener
+from slipstream.protocol.running_calls import RunningCalls
 from slipstream.protocol.weights.buckets import layout_from_pb
 from slipstream.rollout_server.episodes.calls import CallTable, StreamSession
 from slipstream.rollout_server.episodes.play import EpisodeLease
@@ -194,7 +193,7 @@ def _call_record(data: bytes, folder: Path) -> object:
     path.write_bytes(data)
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        return CallRecord.read(descriptor)
+        return RunningCalls.read(descriptor)
     finally:
         os.close(descriptor)
 

@@ -17,7 +17,7 @@ from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import Record, TrajectoryEnd, fields_of
 from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerSession
@@ -57,7 +57,7 @@ def take_batch(book: LeaseBook, **facts: Any) -> list[Group] | None:
     return book.take_batch(choice)
 
 
-def books_of(run: Run, **given: object) -> Books:
+def books_of(run: ControlledRun, **given: object) -> Books:
     """Empty books of a run, with a queue of 1000 bytes; `given` has the journal, and other books.
 
     Without a journal nothing may be recorded.

@@ -9,7 +9,7 @@ import numpy as np
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.types import PolicyVersion, ServerId
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import (
     JoinedOrder,
@@ -32,7 +32,7 @@ def nothing(*_: object) -> None:
     pass
 
 
-def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
+def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> ControlledRun:
     """A run with a learner on this host; `sections` add to its settings.
 
     Limits may be shorter than settings can be.
@@ -61,7 +61,7 @@ def run_of(**sections: dict[str, Any] | list[dict[str, Any]]) -> Run:
         for name, update in limits.items()
         if update
     }
-    run = Run(config.model_copy(update=changed), "r")
+    run = ControlledRun(config.model_copy(update=changed), "r")
     run.progress.trainer_registered((place("here"),))
     return run
 
@@ -109,7 +109,7 @@ def sent(session: ServerSession) -> list[str]:
 class Scene:
     """One server that serves a version, by a publish through the communicator `trainer` has."""
 
-    def __init__(self, run: Run, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, run: ControlledRun, tasks: asyncio.TaskGroup) -> None:
         self.fleet = Fleet(run)
         self.run = run
         self.tasks = tasks
@@ -212,7 +212,7 @@ class Scene:
 
 
 @contextlib.asynccontextmanager
-async def publishing(run: Run) -> AsyncIterator[Scene]:
+async def publishing(run: ControlledRun) -> AsyncIterator[Scene]:
     """A scene for at most ten seconds; what a task of it raises ends the block.
 
     No fixture: pytest would leave the group of tasks in another task than it was entered in.
@@ -222,7 +222,7 @@ async def publishing(run: Run) -> AsyncIterator[Scene]:
 
 
 @contextlib.asynccontextmanager
-async def serving(run: Run) -> AsyncIterator[Scene]:
+async def serving(run: ControlledRun) -> AsyncIterator[Scene]:
     """A scene whose server serves a version; the next one is due."""
     async with publishing(run) as scene:
         await scene.serve()

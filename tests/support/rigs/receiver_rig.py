@@ -18,7 +18,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.protocol.weights.nccl_group import set_nccl_environment
-from slipstream.rollout_server import process
+from slipstream.rollout_server import child_processes
 from slipstream.rollout_server.engine_interface import Generation, Sampling
 
 from support.fakes.gloo_sender import GlooSender, layout_of
@@ -128,12 +128,14 @@ class Rig:
             },
         }
         config = parse_config(table, source="rig")
-        os.environ |= process.engine_environment(config, on_cpu=process.is_cpu_build())
+        os.environ |= child_processes.engine_environment(
+            config, on_cpu=child_processes.is_cpu_build()
+        )
         set_nccl_environment(os.environ)
         if options.plain:
             # The engine's processes are forked.
             keep_matrices_plain()
-        if process.is_cpu_build():
+        if child_processes.is_cpu_build():
             multiply_float8_fast()
         from slipstream.rollout_server.vllm.engine import VllmEngine
 
@@ -265,7 +267,7 @@ def parsed(description: str | None) -> argparse.Namespace:
 
 
 async def started(rig: Rig) -> None:
-    torch.set_num_threads(1 if process.is_cpu_build() else 8)
+    torch.set_num_threads(1 if child_processes.is_cpu_build() else 8)
     rig.folder.mkdir(parents=True, exist_ok=True)
     rig.make_model()
     torch.set_num_threads(1)
@@ -327,7 +329,7 @@ async def story(rig: Rig, bucket_mib: float) -> None:
     )
 
     sampling = Sampling(1.0, 1.0, 0, 400, 1, 1000, ignore_eos=True)
-    count = 16 if process.is_cpu_build() else 256
+    count = 16 if child_processes.is_cpu_build() else 256
     prompts = [[(7 * n + k) % 90 + 2 for k in range(64)] for n in range(count)]
     running = [
         asyncio.create_task(

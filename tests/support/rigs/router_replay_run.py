@@ -24,7 +24,7 @@ from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion, RoutedExperts, Trajectory, VersionSpan
 from slipstream.protocol.codec import decode_trajectory, encode_trajectory
-from slipstream.rollout_server import process
+from slipstream.rollout_server import child_processes
 
 from support.fakes.parity_models import make_mixture
 from support.fakes.plain_trajectory import plain_trajectory
@@ -110,7 +110,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         "rollout_server": {
             "max_episodes": NUM_EPISODES,
             "gpu_memory_utilization": 0.3,
-            "enforce_eager": arguments.eager or process.is_cpu_build(),
+            "enforce_eager": arguments.eager or child_processes.is_cpu_build(),
             "tensor_parallel_size": arguments.engine_tp,
         },
     }
@@ -120,7 +120,9 @@ def config_of(arguments: argparse.Namespace) -> Config:
 def generate(folder: Path, config: Config) -> None:
     """Writes the trajectories, each as it would travel."""
     # The process must not initialize CUDA: processes forked from it could not use a GPU.
-    os.environ |= process.engine_environment(config, on_cpu=process.is_cpu_build())
+    os.environ |= child_processes.engine_environment(
+        config, on_cpu=child_processes.is_cpu_build()
+    )
     torch.set_num_threads(1)
     trajectories = asyncio.run(_generate(config))
     for trajectory in trajectories:

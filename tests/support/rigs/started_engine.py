@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from slipstream.core.settings.config import Config
 from slipstream.protocol.codec import version_from_pb
-from slipstream.rollout_server import process
+from slipstream.rollout_server import child_processes
 from slipstream.rollout_server.engine_interface import Engine, LoadedWeights
 from slipstream.v1 import weights_pb2
 
@@ -40,7 +40,7 @@ def with_small_cache(config: Config) -> Config:
 
 def become_a_server(config: Config) -> None:
     """What a rollout server's process sets before it imports vLLM, on CPU."""
-    os.environ |= process.engine_environment(config, on_cpu=True)
+    os.environ |= child_processes.engine_environment(config, on_cpu=True)
     # The engine's processes are forked: a pool of threads would not live on in them.
     torch.set_num_threads(1)
     end_thread_pool()

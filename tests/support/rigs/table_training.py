@@ -27,14 +27,14 @@ from slipstream.core.types import (
 )
 from slipstream.learner.algorithms.functions import is_trained
 from slipstream.learner.algorithms.losses import step_columns
-from slipstream.learner.controller.trajectories.batch import equal_rewards
+from slipstream.learner.controller.trajectories.formed_batch import equal_rewards
 from slipstream.learner.trainer.algorithms.loss import (
     ModelEstimates,
     mean_advantages,
     policy_loss,
     training_sequences,
+    weighted,
 )
-from slipstream.learner.trainer.algorithms.loss_weights import weighted
 from slipstream.learner.trainer.algorithms.step_statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import Batch
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch

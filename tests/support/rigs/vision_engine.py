@@ -8,8 +8,8 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+from slipstream.core.models.images import PlacedImage
 from slipstream.core.models.model_sizes import read_model_sizes
-from slipstream.core.models.vision import PlacedImage
 from slipstream.rollout_server.engine_interface import Sampling
 
 from support.ranks.vision_ranks import conversations, replied

@@ -23,7 +23,7 @@ from slipstream.client.agent_exchange import MAX_OPEN_CALLS, CallExchange
 from slipstream.client.agent_gateway import MAX_BODY_BYTES, Gateway
 from slipstream.client.environment_loader import CallTracker
 from slipstream.client.episode_host import EpisodeHost, answer_commands
-from slipstream.protocol.call_record import CallRecord
+from slipstream.protocol.running_calls import RunningCalls
 from slipstream.v1 import environment_pb2 as pb
 from slipstream.v1 import trajectory_pb2
 from support.fakes.scripted_server import (
@@ -506,20 +506,20 @@ async def test_an_agent_is_in_a_call_while_its_own_code_runs_not_while_it_waits(
 
     class Looks(Agent):
         async def run(self, task, endpoint):
-            seen["before"] = CallRecord.read(record).running
+            seen["before"] = RunningCalls.read(record).running
             async with chat(endpoint) as client:
                 await say(client, task)
-            seen["after"] = CallRecord.read(record).running
+            seen["after"] = RunningCalls.read(record).running
             return 0.0
 
     async def look(call):
-        seen["waiting"] = CallRecord.read(record).running
+        seen["waiting"] = RunningCalls.read(record).running
         yield as_json(chat_reply("x"))
 
     async with episode_of(Looks(), look, tracker=CallTracker(record)) as episode:
         assert (await episode.run()).HasField("agent_result")
     assert seen == {"before": ("a",), "waiting": (), "after": ("a",)}
-    assert CallRecord.read(record).running == ()
+    assert RunningCalls.read(record).running == ()
 
 
 async def test_no_part_of_an_answer_waits_for_the_acknowledgement_of_another() -> None:

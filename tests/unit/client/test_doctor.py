@@ -16,7 +16,9 @@ from slipstream.client.cli import main
 from slipstream.client.launch import checks, machine, preflight
 from slipstream.client.launch.check import Check, Stage
 from slipstream.client.launch.checks import CHECKS, all_checks, find_all
-from slipstream.client.launch.findings import (
+from slipstream.client.launch.placement import Share
+from slipstream.client.launch.preflight import Ended
+from slipstream.client.launch.scene import (
     ANY,
     CONTROLLER,
     SERVER,
@@ -29,8 +31,6 @@ from slipstream.client.launch.findings import (
     ok,
     problem,
 )
-from slipstream.client.launch.placement import Share
-from slipstream.client.launch.preflight import Ended
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import free_port

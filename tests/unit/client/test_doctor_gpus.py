@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 import pytest
 from slipstream.client.launch import fit, machine, placement
-from slipstream.client.launch.findings import Finding, Scene, Verdict
 from slipstream.client.launch.fit import Needs, check_fit
 from slipstream.client.launch.machine import check_build, check_gpus
 from slipstream.client.launch.placement import Share
+from slipstream.client.launch.scene import Finding, Scene, Verdict
 from slipstream.core.machine.gpus import Gpu
 from slipstream.core.settings.config import Config
 from slipstream.protocol.weights.nccl_group import NCCL_ENVIRONMENT

@@ -19,7 +19,7 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import SecuritySection
 from slipstream.learner.controller.application import begin
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from support.fakes.small_configs import config_of
 
 ADDRESS = "127.0.0.1:12345"
@@ -37,7 +37,7 @@ def journal_of(config: Config) -> str:
         return begin(
             journal,
             config.run_dir / "journal",
-            Run(config, config.run.id or "test-new"),
+            ControlledRun(config, config.run.id or "test-new"),
         ).run_id
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from slipstream.client.launch.checks import check_setup
-from slipstream.client.launch.findings import LEARNER, SERVER, Part, Scene
+from slipstream.client.launch.scene import LEARNER, SERVER, Part, Scene
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config
 from slipstream.protocol.access.security import Credentials, bind, create_server

@@ -20,7 +20,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.run_folder import move_finals
 from slipstream.learner.controller.application import begin
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from support.fakes.small_configs import config_of, run_of
 from support.rigs.journal_notes import note
 from support.rigs.waiting import LIMIT_S
@@ -211,7 +211,7 @@ def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(
         (folder / left).mkdir(parents=True)
     else:
         (folder / left).write_text("{}\n")
-    run = Run(config, "r-1")
+    run = ControlledRun(config, "r-1")
     for start in (
         lambda: check_run_folder(config),
         lambda: begin_controller(folder / "journal", run),
@@ -223,7 +223,7 @@ def test_a_run_that_lost_its_journal_is_refused_and_a_new_one_is_not(
         assert "\n" not in str(error.value)
 
 
-def begin_controller(folder: Path, run: Run) -> None:
+def begin_controller(folder: Path, run: ControlledRun) -> None:
     with Journal(folder) as journal:
         begin(journal, folder, run)
 

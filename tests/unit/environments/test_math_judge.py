@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from slipstream.client import answer_of
-from slipstream.environments.math_judge import kinds, sizes
+from slipstream.environments.math_judge import answer_kinds, sizes
 from slipstream.environments.math_judge.comparisons import MathJudge
 from slipstream.environments.math_judge.expressions import parsed
 from slipstream.environments.math_judge.numerals import number_in
@@ -31,7 +31,9 @@ def test_a_pair_of_reply_and_answer_has_the_verdict_of_a_person(kind: str) -> No
     for pair in PAIRS:
         if pair["kind"] == kind:
             reply = answer_of(pair["reply"])
-            verdict = kinds.judge(pair["answer"], reply, pair.get("question", ""))
+            verdict = answer_kinds.judge(
+                pair["answer"], reply, pair.get("question", "")
+            )
             if verdict.right != bool(pair["value"]):
                 wrong.append(pair)
     assert not wrong, "\n".join(map(str, wrong))
@@ -43,9 +45,9 @@ def test_the_table_has_pairs_of_every_kind_and_verdict() -> None:
         {(pair["answer"], pair["reply"], pair.get("question")) for pair in PAIRS}
     ) == len(PAIRS)
     recognised = {
-        kinds.kind_of(pair["answer"], pair.get("question", "")) for pair in PAIRS
+        answer_kinds.kind_of(pair["answer"], pair.get("question", "")) for pair in PAIRS
     }
-    assert recognised | {"bound"} == {kind.name for kind in kinds.KINDS}
+    assert recognised | {"bound"} == {kind.name for kind in answer_kinds.KINDS}
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,7 @@ def test_the_table_has_pairs_of_every_kind_and_verdict() -> None:
 def test_the_right_answer_decides_its_kind(
     answer: str, question: str, kind: str
 ) -> None:
-    assert kinds.kind_of(answer, question) == kind
+    assert answer_kinds.kind_of(answer, question) == kind
 
 
 WORDS = (
@@ -103,7 +105,7 @@ ROWS = (
 
 @pytest.mark.parametrize("answer", [*WORDS.split(), *ROWS.split("|")])
 def test_no_other_order_of_letters_and_digits_is_a_code(answer: str) -> None:
-    assert kinds.judge(answer, f"The answer is {answer}.").right
+    assert answer_kinds.judge(answer, f"The answer is {answer}.").right
     orders = set()
     for first, second in itertools.combinations(range(len(answer)), 2):
         characters = [*answer]
@@ -115,7 +117,7 @@ def test_no_other_order_of_letters_and_digits_is_a_code(answer: str) -> None:
     same = _compared(answer)
     others = [order for order in orders if _compared(order) != same]
     assert others
-    assert [order for order in others if kinds.judge(answer, order).right] == []
+    assert [order for order in others if answer_kinds.judge(answer, order).right] == []
 
 
 def _compared(code: str) -> str:
@@ -136,8 +138,8 @@ def _compared(code: str) -> str:
 def test_a_list_has_an_order_where_the_question_asks_for_one(
     question: str, is_right: bool
 ) -> None:
-    assert kinds.judge("B, A, C", "B, A and C", question).right
-    assert kinds.judge("B, A, C", "A, B, C", question).right == is_right
+    assert answer_kinds.judge("B, A, C", "B, A and C", question).right
+    assert answer_kinds.judge("B, A, C", "A, B, C", question).right == is_right
 
 
 @pytest.mark.parametrize(
@@ -192,8 +194,8 @@ def test_a_number_is_read_in_digits_and_words(text: str, number: float | None) -
 def test_a_formula_that_would_cost_much_is_not_evaluated(formula: str) -> None:
     with pytest.raises(sizes.TooLarge):
         parsed(formula)
-    assert not kinds.judge("7", f"${formula}$").right
-    assert not kinds.judge("x + 1", rf"\boxed{{{formula}}}").right
+    assert not answer_kinds.judge("7", f"${formula}$").right
+    assert not answer_kinds.judge("x + 1", rf"\boxed{{{formula}}}").right
 
 
 @pytest.mark.parametrize(

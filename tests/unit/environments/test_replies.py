@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies
 from slipstream.client import Reply, answer_of
 from slipstream.environments.answers import bare, contains, final_of, numbers
-from slipstream.environments.math_judge.kinds import judge as math_verdict
+from slipstream.environments.math_judge.answer_kinds import judge as math_verdict
 from slipstream.environments.questions import Questions
 from support.rigs.waiting import LIMIT_S
 
@@ -82,14 +82,14 @@ LONG = """
 from slipstream.client.audit_data import Row, surprises
 from slipstream.core.models.thoughts import split_thoughts
 from slipstream.environments import answers
-from slipstream.environments.math_judge import comparisons, kinds, phrases, statements
+from slipstream.environments.math_judge import comparisons, answer_kinds, phrases, statements
 from deploy.environments.functions import code_of
 
 readers = [answers.plain, answers.bare, answers.numbers, answers.final_of, code_of,
            split_thoughts, lambda text: answers.contains(text, "7")]
 # A judge of mathematics reads the end of a reply alone.
 parts = [statements.final_statement, phrases.core,
-         *(lambda text, right=right: kinds.judge(right, text)
+         *(lambda text, right=right: answer_kinds.judge(right, text)
            for right in ("7", "B", "5 m", "1, 2"))]
 for mark in ("`", "~", ".", "7", " ", chr(10), "\\\\boxed{", "<answer>", "<think>", "({[", "or ",
              "A ", "1, ", "< x ", "twenty ", "\\\\frac{", "is ", "not "):

@@ -14,7 +14,7 @@ from slipstream.core.errors import (
 from slipstream.core.machine.gpus import ALL_BITS
 from slipstream.core.machine.process import kernel_oom_kills
 from slipstream.rollout_server.__main__ import report
-from slipstream.rollout_server.process import (
+from slipstream.rollout_server.child_processes import (
     describe_engine_death,
     engine_environment,
     engine_folder,
@@ -28,7 +28,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 START = """
 import sys, time
-from slipstream.rollout_server.process import limited_start
+from slipstream.rollout_server.child_processes import limited_start
 with limited_start(float(sys.argv[1])):
     time.sleep(float(sys.argv[2]))
 """
@@ -54,7 +54,7 @@ def test_a_start_in_time_goes_on() -> None:
 
 FORK = """
 import asyncio, os, signal
-from slipstream.rollout_server.process import bind_children
+from slipstream.rollout_server.child_processes import bind_children
 import uvloop
 async def main():
     loop = asyncio.get_running_loop()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from inspect import isawaitable
 
-from slipstream.client.launch.findings import Finding, Part, Scene, ok
+from slipstream.client.launch.scene import Finding, Part, Scene, ok
 
 Seen = str | Finding | Iterable[Finding] | None
 

@@ -20,7 +20,9 @@ import grpc.aio
 import psutil
 from slipstream.client.launch import fit, machine, preflight
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import (
+from slipstream.client.launch.preflight import hold_address, told_when_slow
+from slipstream.client.launch.sandboxes import check_sandbox
+from slipstream.client.launch.scene import (
     ANY,
     CONTROLLER,
     LEARNER,
@@ -33,8 +35,6 @@ from slipstream.client.launch.findings import (
     ok,
     problem,
 )
-from slipstream.client.launch.preflight import hold_address, told_when_slow
-from slipstream.client.launch.sandboxes import check_sandbox
 from slipstream.client.run_folder import check_run_folder
 from slipstream.core.configuration.config_file import check_model, check_sizes, model_warnings
 from slipstream.core.errors import ConfigError

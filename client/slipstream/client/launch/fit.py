@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.client.launch.findings import Finding, Scene, advice, ok, problem
 from slipstream.client.launch.machine import GIB
 from slipstream.client.launch.placement import Placement, fit_here, uses_gpus
+from slipstream.client.launch.scene import Finding, Scene, advice, ok, problem
 from slipstream.client.run_folder import nearest_folder
 from slipstream.core.configuration.automatic import ON_GPUS
 from slipstream.core.configuration.batch_bytes import BatchBytes, shown_bytes

@@ -29,7 +29,6 @@ from slipstream.client.launch.children import (
     start_in_run,
     stop_signal,
 )
-from slipstream.client.launch.findings import CONTROLLER, LEARNER, SERVER, Scene, Verdict
 from slipstream.client.launch.fit import (
     describe_engine,
     gpu_needs,
@@ -49,6 +48,7 @@ from slipstream.client.launch.placement import (
 )
 from slipstream.client.launch.preflight import hold_address, prove
 from slipstream.client.launch.run_processes import GRACE_S, RunProcesses
+from slipstream.client.launch.scene import CONTROLLER, LEARNER, SERVER, Scene, Verdict
 from slipstream.client.log_lines import speak_by
 from slipstream.client.page import PAGE, differences, page_kept, reply_lines, settings_in
 from slipstream.client.terminal import complain, counted, say

@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from slipstream.client.launch.findings import (
+from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.launch.scene import (
     SERVER,
     WHOLE_RUN,
     Finding,
@@ -21,7 +22,6 @@ from slipstream.client.launch.findings import (
     ok,
     problem,
 )
-from slipstream.client.launch.placement import uses_gpus
 from slipstream.client.terminal import complain
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import PACKAGES, free_memory, installed

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slipstream.client.audit_plays import EpisodeLimits
-from slipstream.client.launch.findings import Finding, Scene, problem
 from slipstream.client.launch.remembered import REMEMBERED_S, Remembered, key_of
+from slipstream.client.launch.scene import Finding, Scene, problem
 from slipstream.client.run_folder import make_folder, make_run_folder
 from slipstream.client.terminal import complain, counted, say
 from slipstream.core.configuration.config_file import dump_config
@@ -49,9 +49,9 @@ from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.waits import within
 
 TAIL_BYTES = 65536
-FUNCTIONS_CHECK = "slipstream.learner.algorithms.check"
-MEGATRON_CHECK = "slipstream.learner.trainer.check"
-ENGINE_CHECK = "slipstream.rollout_server.check"
+FUNCTIONS_CHECK = "slipstream.learner.algorithms.functions_check"
+MEGATRON_CHECK = "slipstream.learner.trainer.megatron_check"
+ENGINE_CHECK = "slipstream.rollout_server.engine_check"
 REPLY_ENDS = "slipstream.core.configuration.reply_ends"
 # Limit of a check by another program, most of it for imports on a busy machine.
 SETTINGS_LIMIT_S = 300.0
@@ -259,34 +259,86 @@ async def check_environments(scene: Scene) -> None:
     the last `REMEMBERED_S` is not made again, unless something that it read has changed.
     """
     config = scene.config
-    places = asyncio.Semaphore(CHECKS_AT_ONCE)
-    play = "controller" in scene.parts
+    plays = "controller" in scene.parts
     printed: list[str] = []
-    remembered = Remembered(config.run_dir)
-    num_remembered = 0
+    # Agents that call from elsewhere do so in their check too.
+    stack = AsyncExitStack()
+    variables: dict[str, str] = {}
+    if plays and config.agents.listen is not None:
+        # It imports an HTTP server, which other commands need not wait for.
+        from slipstream.client.agent_front import agent_front
 
-    async def look(section: PlayedSection) -> tuple[str, tuple[str, ...]]:
+        front = await stack.enter_async_context(agent_front(config))
+        variables = front.address.variables()
+    environment_checks = _EnvironmentChecks(config, variables, plays=plays)
+    tasks = [asyncio.create_task(environment_checks.check(section)) for section in config.played]
+    try:
+        for section, task in zip(config.played, tasks, strict=True):
+            cause, lines = await task
+            printed += [f"environment {section.name}:", *lines]
+            if cause:
+                # A single line is the cause: the environment printed nothing.
+                keeps = not scene.leaves_nothing and len(lines) > 1
+                log = f" (log: {_keep_printed(config, printed)})" if keeps else ""
+                raise ConfigError(f"environment {section.name}: {cause}{log}")
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await stack.aclose()
+    if environment_checks.num_remembered:
+        minutes = REMEMBERED_S / 60
+        shown = counted(environment_checks.num_remembered, "environment")
+        print(f"{shown} passed a check in the last {minutes:g} minutes, which is not repeated")
+    if plays and not scene.leaves_nothing:
+        path = _keep_printed(config, printed)
+        try:
+            environment_checks.remembered.save()
+        except OSError as error:
+            raise ConfigError(f"{path.parent} cannot be written: {error.strerror}") from error
+
+
+class _EnvironmentChecks:
+    """Checks of a run's environments, a few at one time."""
+
+    def __init__(self, config: Config, variables: Mapping[str, str], *, plays: bool) -> None:
+        """`variables` are further ones of each check; `plays` says that environments are audited.
+
+        Otherwise they are only loaded.
+        """
+        self._config = config
+        self._variables = variables
+        self._plays = plays
+        self._places = asyncio.Semaphore(CHECKS_AT_ONCE)
+        self.remembered = Remembered(config.run_dir)
+        # Checks that had passed before, and were not made again.
+        self.num_remembered = 0
+
+    async def check(self, section: PlayedSection) -> tuple[str, tuple[str, ...]]:
         """Returns the cause of a failure, "" without one, and the lines that were printed."""
         name = section.name
         timeout_s = section.timeout_s
         check_python(name, section.python)
-        nonlocal num_remembered
-        command = audit_command(section, config)
+        command = audit_command(section, self._config)
         loading = [*command, "--no-play"]
         playing = [*command, "--warn", "--seconds", str(RUN_AUDIT_S)]
-        check = playing if play else loading
-        key = key_of(check, open_variables(os.environ))
-        if passed := remembered.recall(key):
-            num_remembered += 1
+        words = playing if self._plays else loading
+        key = key_of(words, open_variables(os.environ))
+        if passed := self.remembered.recall(key):
+            self.num_remembered += 1
             _pass_on(passed.lines, f"environment {name}: ")
             return "", passed.lines
-        async with places, _read_files() as read_files:
+        async with self._places, _read_files() as read_files:
             with told_when_slow(f"environment {name} is checked, each call within {timeout_s:g} s"):
-                words = [*check, "--read-files", str(read_files)]
-                checked = await run_check(words, timeout_s=timeout_s, variables=variables)
+                checked = await run_check(
+                    [*words, "--read-files", str(read_files)],
+                    timeout_s=timeout_s,
+                    variables=self._variables,
+                )
                 if checked.code == 0:
-                    remembered.add(key, checked.lines, json.loads(read_files.read_bytes()))
-                if checked.code != 0 and play and config.run.audit == "tell":
+                    files = json.loads(read_files.read_bytes())
+                    self.remembered.add(key, checked.lines, files)
+                if checked.code != 0 and self._plays and self._config.run.audit == "tell":
                     # Faults of an environment's plays are told; one that cannot be loaded would
                     # end every worker of the run.
                     checked = await _told(checked, loading, timeout_s=timeout_s)
@@ -295,41 +347,6 @@ async def check_environments(scene: Scene) -> None:
             return "", checked.lines
         prefix = f"environment {section.reference}: "
         return checked.lines[-1].removeprefix(prefix), checked.lines
-
-    # Agents that call from elsewhere do so in their check too.
-    stack = AsyncExitStack()
-    variables: dict[str, str] = {}
-    if play and config.agents.listen is not None:
-        # It imports an HTTP server, which other commands need not wait for.
-        from slipstream.client.agent_front import agent_front
-
-        front = await stack.enter_async_context(agent_front(config))
-        variables = front.address.variables()
-    checks = [asyncio.create_task(look(section)) for section in config.played]
-    try:
-        for section, check in zip(config.played, checks, strict=True):
-            cause, lines = await check
-            printed += [f"environment {section.name}:", *lines]
-            if cause:
-                # A single line is the cause: the environment printed nothing.
-                keeps = not scene.leaves_nothing and len(lines) > 1
-                log = f" (log: {_keep_printed(config, printed)})" if keeps else ""
-                raise ConfigError(f"environment {section.name}: {cause}{log}")
-    finally:
-        for check in checks:
-            check.cancel()
-        await asyncio.gather(*checks, return_exceptions=True)
-        await stack.aclose()
-    if num_remembered:
-        minutes = REMEMBERED_S / 60
-        shown = counted(num_remembered, "environment")
-        print(f"{shown} passed a check in the last {minutes:g} minutes, which is not repeated")
-    if play and not scene.leaves_nothing:
-        path = _keep_printed(config, printed)
-        try:
-            remembered.save()
-        except OSError as error:
-            raise ConfigError(f"{path.parent} cannot be written: {error.strerror}") from error
 
 
 @contextlib.asynccontextmanager

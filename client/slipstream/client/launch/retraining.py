@@ -18,9 +18,9 @@ from slipstream.client.launch.children import (
     show_lines,
     start_child,
 )
-from slipstream.client.launch.findings import Scene
 from slipstream.client.launch.placement import place_here
 from slipstream.client.launch.run_processes import GRACE_S
+from slipstream.client.launch.scene import Scene
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.configuration.replayed_settings import (
     comparison_problems,

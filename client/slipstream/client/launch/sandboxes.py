@@ -3,8 +3,8 @@
 import json
 import sys
 
-from slipstream.client.launch.findings import Finding, Scene, advice, ok
 from slipstream.client.launch.preflight import SETTINGS_LIMIT_S, run_program
+from slipstream.client.launch.scene import Finding, Scene, advice, ok
 
 SANDBOXES = "slipstream.environments.sandbox.report"
 GUIDE = "docs/guides/sandbox.md"

@@ -12,13 +12,13 @@ import grpc
 import grpc.aio
 from slipstream.core.run_folder import CALLS
 from slipstream.core.types import GroupId, PolicyVersion, Purpose
-from slipstream.extensions.agent_recovery.store import CallStore, EpisodeFull
+from slipstream.extensions.agent_recovery.call_store import CallStore, EpisodeFull
 from slipstream.learner.controller.kernel import Kernel
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.protocol.rich_errors import Reason, abort
 from slipstream.v1 import calls_pb2 as pb
 from slipstream.v1 import calls_pb2_grpc
@@ -35,7 +35,7 @@ LOOK_S = 5.0
 class CallRecordServicer(calls_pb2_grpc.CallRecordServiceServicer):
     """Keeps the calls of attempts that a lease allows, and returns them to later attempts."""
 
-    def __init__(self, run: Run, book: LeaseBook, store: CallStore) -> None:
+    def __init__(self, run: ControlledRun, book: LeaseBook, store: CallStore) -> None:
         self._run = run
         self._book = book
         self._store = store
@@ -114,7 +114,7 @@ class CallRecordServicer(calls_pb2_grpc.CallRecordServiceServicer):
 class CallKeeping(Part):
     """Serves the kept calls, and removes those of episodes that are over."""
 
-    def __init__(self, run: Run, book: LeaseBook) -> None:
+    def __init__(self, run: ControlledRun, book: LeaseBook) -> None:
         self._run = run
         self._book = book
         self._store = CallStore(run.config.run_dir / CALLS)

@@ -13,7 +13,7 @@ import grpc.aio
 from slipstream.core.errors import ProtocolError
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
-from slipstream.extensions.agent_recovery.codec import record_from_pb, record_to_pb
+from slipstream.extensions.agent_recovery.call_codec import record_from_pb, record_to_pb
 from slipstream.protocol.bounds import max_message_bytes
 from slipstream.rollout_server.agents.call_records import CallRecord, CallRecords, EpisodeName
 from slipstream.rollout_server.episodes.play import ServiceFailed

@@ -2,7 +2,7 @@
 
 from slipstream.client.agent_front import tls_of
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import SERVER, Scene
+from slipstream.client.launch.scene import SERVER, Scene
 from slipstream.core.errors import ConfigError
 
 

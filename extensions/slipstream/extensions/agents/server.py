@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager
 
 from slipstream.core.settings.config import Config
 from slipstream.core.types import ServerId
-from slipstream.extensions.agents.front import HostPort
+from slipstream.extensions.agents.agent_port import HostPort
 from slipstream.rollout_server.engine_interface import Engine
 from slipstream.rollout_server.part import ServerPart
 

@@ -1,7 +1,7 @@
 """Tells before a run what of the table has no effect, and what it leaves uncorrected."""
 
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import CONTROLLER, Finding, Scene, advice
+from slipstream.client.launch.scene import CONTROLLER, Finding, Scene, advice
 from slipstream.core.environment_rules import objectives_of
 from slipstream.extensions.by_environment.settings import section_of, setting_of
 

@@ -18,7 +18,7 @@ OF_ESTIMATOR = frozenset({"advantage", "advantage_args"})
 OF_OBJECTIVE = frozenset({"loss", "loss_args"})
 
 
-class EnvironmentEntry(Section):
+class EnvironmentOverrides(Section):
     """What differs for the episodes of one environment; what is left out is the run's."""
 
     # Factor of the loss of each token.
@@ -42,7 +42,7 @@ class EnvironmentEntry(Section):
 class ByEnvironmentSection(Section):
     """What differs, by the names of environments that are trained."""
 
-    environments: Annotated[dict[str, EnvironmentEntry], Field(min_length=1)]
+    environments: Annotated[dict[str, EnvironmentOverrides], Field(min_length=1)]
 
 
 def section_of(config: Tables) -> ByEnvironmentSection:
@@ -85,7 +85,7 @@ def group_sizes_in(table: Mapping[str, JsonValue]) -> dict[str, int]:
     return sizes
 
 
-def _algorithm(config: Tables, entry: EnvironmentEntry) -> AlgorithmSection:
+def _algorithm(config: Tables, entry: EnvironmentOverrides) -> AlgorithmSection:
     """Returns the run's algorithm with the entry's functions; raises ValidationError."""
     table = config.algorithm.model_dump(exclude_unset=True)
     if entry.group_size is not None:
@@ -165,7 +165,7 @@ def _temperature_problems(config: Tables, setting: str, temperature: float) -> I
             )
 
 
-def _estimator_problems(config: Tables, setting: str, entry: EnvironmentEntry) -> Iterator[str]:
+def _estimator_problems(config: Tables, setting: str, entry: EnvironmentOverrides) -> Iterator[str]:
     advantage = entry.advantage or config.algorithm.advantage
     if config.critic is not None:
         yield (
@@ -179,7 +179,7 @@ def _estimator_problems(config: Tables, setting: str, entry: EnvironmentEntry) -
         )
 
 
-def _objective_problems(config: Tables, setting: str, entry: EnvironmentEntry) -> Iterator[str]:
+def _objective_problems(config: Tables, setting: str, entry: EnvironmentOverrides) -> Iterator[str]:
     loss = entry.loss or config.algorithm.loss
     if is_own(loss):
         yield (
@@ -188,7 +188,7 @@ def _objective_problems(config: Tables, setting: str, entry: EnvironmentEntry) -
         )
 
 
-def _algorithm_problems(config: Tables, setting: str, entry: EnvironmentEntry) -> Iterator[str]:
+def _algorithm_problems(config: Tables, setting: str, entry: EnvironmentOverrides) -> Iterator[str]:
     try:
         algorithm = _algorithm(config, entry)
     except ValidationError as error:

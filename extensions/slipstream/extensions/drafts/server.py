@@ -32,7 +32,7 @@ def draft_arguments(config: Config, folder: Path) -> dict[str, object]:
             # A drafted token is kept with probability min(1, p / q), or else with p alone.
             "draft_sample_method": "probabilistic",
             "draft_load_config": {"load_format": "dummy"},
-            # vLLM captures graphs for both lengths; `DraftSwitch` chooses between them.
+            # vLLM captures graphs for both lengths; `MeasuredDraftSwitch` chooses between them.
             "num_speculative_tokens_per_batch_size": lengths if max_episodes > 1 else lengths[:1],
         }
     }

@@ -74,7 +74,7 @@ class _EndedStep(NamedTuple):
     end_s: float
 
 
-class DraftSwitch:
+class MeasuredDraftSwitch:
     """Keeps `lookup`, the length of drafts by number of requests, as vLLM's scheduler reads it."""
 
     def __init__(self, num_tokens: int, most_requests: int) -> None:
@@ -109,10 +109,10 @@ class DraftSwitch:
 def draft_switch(
     settings: Any,  # noqa: ANN401 - vLLM's configuration
     num_tokens: int,
-) -> DraftSwitch | None:
+) -> MeasuredDraftSwitch | None:
     """Returns the switch for drafts of a layer whose values publishes bring, None for others."""
     drafts = settings.speculative_config
     loading = None if drafts is None else drafts.draft_load_config
     if loading is None or loading.load_format != "dummy":
         return None
-    return DraftSwitch(num_tokens, int(settings.scheduler_config.max_num_seqs))
+    return MeasuredDraftSwitch(num_tokens, int(settings.scheduler_config.max_num_seqs))

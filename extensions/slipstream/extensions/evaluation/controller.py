@@ -21,10 +21,10 @@ from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.results import Results
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.results import RunResults
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.trajectories.batch import Trained, means_of_metrics
+from slipstream.learner.controller.trajectories.formed_batch import Trained, means_of_metrics
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import trainer_pb2
 
@@ -136,12 +136,12 @@ class Evaluator(Part):
 
     def __init__(
         self,
-        run: Run,
+        run: ControlledRun,
         books: Books,
         intake: Intake,
         publisher: Publisher,
         scheduler: Scheduler,
-        results: Results,
+        results: RunResults,
     ) -> None:
         self._run = run
         self._progress = run.progress

@@ -19,5 +19,5 @@ EXTENSION = Extension(
     is_on=_is_on,
     after=("turns",),
     model="slipstream.extensions.prefix_sharing.trainer:SharingPart",
-    trainer="slipstream.extensions.prefix_sharing.step:step_part",
+    trainer="slipstream.extensions.prefix_sharing.shared_tokens:step_part",
 )

@@ -1,8 +1,8 @@
 """Checks before a run that the processes which start here can serve their metrics."""
 
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import CONTROLLER, SERVER, Scene
 from slipstream.client.launch.placement import QUEUE_ENDS
+from slipstream.client.launch.scene import CONTROLLER, SERVER, Scene
 from slipstream.extensions.prometheus.endpoint import address_of, listen_for
 
 

@@ -1,8 +1,8 @@
 """Proves the user's own algorithm functions before a run."""
 
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import LEARNER, Scene
 from slipstream.client.launch.preflight import prove
+from slipstream.client.launch.scene import LEARNER, Scene
 from slipstream.core.errors import ConfigError
 
 

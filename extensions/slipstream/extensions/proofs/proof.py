@@ -18,14 +18,9 @@ import torch.distributed as dist
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.core.settings.function_table import FunctionKind
+from slipstream.learner.algorithms.advantages import token_advantages
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode, Turn
-from slipstream.learner.algorithms.functions import (
-    Function,
-    filtered,
-    function_of,
-    rewarded,
-    token_advantages,
-)
+from slipstream.learner.algorithms.functions import Function, filtered, function_of, rewarded
 from torch import Tensor
 
 Scene = TypeVar("Scene")

@@ -5,9 +5,9 @@ import functools
 import logging
 
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import CONTROLLER, SERVER, WHOLE_RUN, Finding, Scene, ok
 from slipstream.client.launch.placement import QUEUE_ENDS
 from slipstream.client.launch.preflight import told_when_slow
+from slipstream.client.launch.scene import CONTROLLER, SERVER, WHOLE_RUN, Finding, Scene, ok
 from slipstream.core.errors import ConfigError, QueueError
 from slipstream.extensions.redis.connection import PROBES, RedisConnection, check_settings
 from slipstream.protocol.access.security import redis_url_of

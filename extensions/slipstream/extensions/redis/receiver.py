@@ -32,7 +32,7 @@ from slipstream.extensions.redis.connection import (
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.protocol.access.security import redis_url_of
 from slipstream.protocol.bounds import check_known, decode
 from slipstream.protocol.queue.base import Delivery, OpenSeal, Tally, opened, opener
@@ -353,7 +353,7 @@ def _number(entry_id: bytes) -> tuple[int, int]:
 
 @asynccontextmanager
 async def receiver(
-    run: Run,
+    run: ControlledRun,
     _: grpc.aio.Server,
     journal: Journal,
     history: RunHistory,

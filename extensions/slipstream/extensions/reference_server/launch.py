@@ -1,8 +1,8 @@
 """Checks the reference model's server before a run."""
 
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import SERVER, Scene
 from slipstream.client.launch.preflight import accept, ask
+from slipstream.client.launch.scene import SERVER, Scene
 from slipstream.core.extension import program
 
 

@@ -18,5 +18,7 @@ def _is_on(config: Tables) -> bool:
 EXTENSION = Extension(
     name="rollouts",
     is_on=_is_on,
-    programs={"export": Program("rollouts", "slipstream.extensions.rollouts.export", restarts=0)},
+    programs={
+        "export": Program("rollouts", "slipstream.extensions.rollouts.export_rollouts", restarts=0)
+    },
 )

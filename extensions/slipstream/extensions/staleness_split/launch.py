@@ -1,9 +1,9 @@
 """Checks before a run that main memory has room for the weights of the versions that are kept."""
 
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import LEARNER, Finding, Scene, advice, ok, problem
 from slipstream.client.launch.fit import needs_of
 from slipstream.client.launch.machine import GIB
+from slipstream.client.launch.scene import LEARNER, Finding, Scene, advice, ok, problem
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.description import free_memory
 from slipstream.core.run_folder import CHECKPOINTS

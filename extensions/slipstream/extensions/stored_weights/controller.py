@@ -20,7 +20,7 @@ from slipstream.learner.controller.publishing.receivers import (
     READY,
     retry_wait_s,
 )
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import JOINING, STALE, ServerKey, ServerSession
 from slipstream.protocol.codec import version_from_pb
@@ -38,7 +38,7 @@ class StoredPublisher(Part):
     """
 
     def __init__(
-        self, fleet: Fleet, run: Run, tasks: asyncio.TaskGroup, *, publisher: Publisher
+        self, fleet: Fleet, run: ControlledRun, tasks: asyncio.TaskGroup, *, publisher: Publisher
     ) -> None:
         self._fleet = fleet
         self._run = run

@@ -35,7 +35,7 @@ from slipstream.core.settings.config import Config
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.weights.buckets import ALIGNMENT_BYTES, Bucket
 from slipstream.protocol.weights.digests import bucket_digest
-from slipstream.protocol.weights.waits import Unanswered, on_thread
+from slipstream.protocol.weights.publish_waits import Unanswered, on_thread
 
 Result = TypeVar("Result")
 # fsspec has no types.

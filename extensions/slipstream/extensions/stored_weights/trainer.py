@@ -30,7 +30,7 @@ from slipstream.extensions.stored_weights.storage import (
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.ranks.parallel import Ranks
-from slipstream.learner.trainer.weights.publish import Published
+from slipstream.learner.trainer.weights.weight_publisher import Published
 from slipstream.protocol.bounds import one_line
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.v1 import trainer_pb2, weights_pb2

@@ -14,7 +14,7 @@ EXTENSION = Extension(
     programs={
         "check-task-weights": Program(
             "task weights check",
-            "slipstream.extensions.task_weights.check",
+            "slipstream.extensions.task_weights.functions_check",
             restarts=0,
         ),
     },

@@ -1,8 +1,8 @@
 """Checks the functions that weigh tasks before a run."""
 
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import CONTROLLER, Scene
 from slipstream.client.launch.preflight import accept, ask
+from slipstream.client.launch.scene import CONTROLLER, Scene
 from slipstream.core.errors import FACT
 from slipstream.core.extension import program
 

@@ -16,9 +16,9 @@ from slipstream.client.launch.launcher import run_export
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.settings.config import Config
+from slipstream.extensions.tinker.operation_store import StoredOperations
 from slipstream.extensions.tinker.owners import is_of
-from slipstream.extensions.tinker.requests import Refused
-from slipstream.extensions.tinker.store import StoredOperations
+from slipstream.extensions.tinker.request_fields import Refused
 from slipstream.protocol.checkpoints import complete_steps
 
 # Seconds for which an answer is held back until files are exported.
@@ -94,13 +94,26 @@ class Archives:
                 return path if path.is_file() and path.is_relative_to(folder) else None
         return None
 
+    def _new_run(self, stream: str) -> Body:
+        """Returns a training run before its first operation."""
+        lora = self._config.lora
+        return {
+            "training_run_id": stream,
+            "base_model": str(self._config.model.path),
+            "model_owner": self._config.run.name,
+            "is_lora": bool(lora.rank),
+            "lora_rank": lora.rank or None,
+            "user_metadata": {},
+            "last_checkpoint": None,
+            "last_sampler_checkpoint": None,
+        }
+
     def _read(self, owner: str) -> tuple[dict[str, Body], dict[str, _Checkpoint]]:
         """Returns training runs of `owner` by their models' ids, and checkpoints by path.
 
         The newest come last.
         """
         steps = complete_steps(self._checkpoints)
-        lora = self._config.lora
         runs: dict[str, Body] = {}
         checkpoints: dict[str, _Checkpoint] = {}
         # By stream: its adapter, and the name of its newest publish.
@@ -111,17 +124,7 @@ class Archives:
             name = result.name
             if result.error or operation.HasField("finish") or not is_of(stream, owner):
                 continue
-            new_run = {
-                "training_run_id": stream,
-                "base_model": str(self._config.model.path),
-                "model_owner": self._config.run.name,
-                "is_lora": bool(lora.rank),
-                "lora_rank": lora.rank or None,
-                "user_metadata": {},
-                "last_checkpoint": None,
-                "last_sampler_checkpoint": None,
-            }
-            run = runs.setdefault(stream, new_run)
+            run = runs.setdefault(stream, self._new_run(stream))
             run["last_request_time"] = _time(ended_s)
             if result.HasField("adapter"):
                 adapters[stream] = result.adapter.name

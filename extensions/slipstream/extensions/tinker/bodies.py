@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from slipstream.extensions.tinker.requests import Refused
+from slipstream.extensions.tinker.request_fields import Refused
 from starlette.requests import Request
 
 MAX_BODY_BYTES = 24 << 20

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeAlias
 
-from slipstream.extensions.tinker.requests import Body, Refused
+from slipstream.extensions.tinker.request_fields import Body, Refused
 
 # The versions whose types these tables follow.
 SDK = "tinker 0.38.0"

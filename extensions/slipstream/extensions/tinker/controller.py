@@ -20,10 +20,10 @@ import grpc.aio
 from google.protobuf.proto import serialize_length_prefixed
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.extensions.tinker.models import Entry, Model, Models, Named
-from slipstream.extensions.tinker.results import Results
+from slipstream.extensions.tinker.operation_results import OperationResults
+from slipstream.extensions.tinker.operation_store import OperationStore
 from slipstream.extensions.tinker.samples import Samples
 from slipstream.extensions.tinker.service import OperationServicer
-from slipstream.extensions.tinker.store import OperationStore
 from slipstream.extensions.tinker.turns import Turns
 from slipstream.learner.controller.kernel import Kernel
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
@@ -32,8 +32,8 @@ from slipstream.learner.controller.part import Part, Tasks
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.recorded_steps import RecordedBatch
-from slipstream.learner.controller.run import Run
-from slipstream.learner.controller.trajectories.batch import (
+from slipstream.learner.controller.run import ControlledRun
+from slipstream.learner.controller.trajectories.formed_batch import (
     FormedBatch,
     SetAside,
     StepOrder,
@@ -60,7 +60,7 @@ class Operations(Part):
 
     def __init__(
         self,
-        run: Run,
+        run: ControlledRun,
         books: Books,
         intake: Intake,
         publisher: Publisher,
@@ -82,7 +82,7 @@ class Operations(Part):
             run, books, intake, scheduler, self._models, self._entries, end=self._end
         )
         self._turns = Turns(self._models, unloadable=self._unloadable, fail=self._fail)
-        self._results = Results(
+        self._results = OperationResults(
             run, self._state, self._store, self._checkpoints, self._entries, self._models
         )
         self.service = OperationServicer(

@@ -29,10 +29,10 @@ from slipstream.extensions.tinker import operations, wire_pb2
 from slipstream.extensions.tinker.archives import Archives
 from slipstream.extensions.tinker.bodies import MAX_BODY_BYTES, Bodies, HeldBody, check_size
 from slipstream.extensions.tinker.contract import UNSERVED, checked
-from slipstream.extensions.tinker.losses import forward_backward
 from slipstream.extensions.tinker.operations import SAVES
 from slipstream.extensions.tinker.owners import is_of, new_session, owner_of_key, owners_in
-from slipstream.extensions.tinker.requests import Refused
+from slipstream.extensions.tinker.request_fields import Refused
+from slipstream.extensions.tinker.requested_passes import forward_backward
 from slipstream.extensions.tinker.sample_stream import SampleStream
 from slipstream.protocol.access.run_token import run_credentials
 from slipstream.protocol.access.security import call_metadata, open_channel

@@ -15,7 +15,7 @@ from slipstream.core.types import GroupId, Trajectory
 from slipstream.extensions.tinker.owners import have_one_owner
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.servers.session import Outbox
-from slipstream.learner.controller.trajectories.batch import StepOrder
+from slipstream.learner.controller.trajectories.formed_batch import StepOrder
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
 

@@ -14,8 +14,8 @@ from slipstream.core.settings.config import Config
 from slipstream.core.settings.role_sections import ATTENTION, MLP
 from slipstream.extensions.tinker import wire_pb2 as wire
 from slipstream.extensions.tinker.contract import checked
-from slipstream.extensions.tinker.losses import MAX_TOKENS
-from slipstream.extensions.tinker.requests import Body, Refused, number, whole_number
+from slipstream.extensions.tinker.request_fields import Body, Refused, number, whole_number
+from slipstream.extensions.tinker.requested_passes import MAX_TOKENS
 from slipstream.v1 import fleet_pb2, trainer_pb2
 from slipstream.v1 import operations_pb2 as pb
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 from slipstream.extensions.tinker.operations import content_digest
-from slipstream.extensions.tinker.requests import Refused
+from slipstream.extensions.tinker.request_fields import Refused
 from slipstream.protocol.bounds import check_bounds
 from slipstream.v1 import operations_pb2 as pb
 

@@ -15,7 +15,7 @@ from slipstream.core.types import Status, Trajectory
 from slipstream.extensions.tinker.models import Entry, Model, Models, Named
 from slipstream.learner.controller.leasing.groups import Group, RawPrompt
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import Outbox, ServerSession
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2
@@ -34,7 +34,7 @@ class Samples:
 
     def __init__(
         self,
-        run: Run,
+        run: ControlledRun,
         books: Books,
         intake: Intake,
         scheduler: Scheduler,

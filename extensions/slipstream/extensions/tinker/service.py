@@ -15,8 +15,8 @@ import grpc.aio
 from slipstream.core.errors import ProtocolError
 from slipstream.core.waits import within
 from slipstream.extensions.tinker.models import Entry, Models
+from slipstream.extensions.tinker.operation_store import OperationStore
 from slipstream.extensions.tinker.samples import Samples
-from slipstream.extensions.tinker.store import OperationStore
 from slipstream.extensions.tinker.turns import Turns
 from slipstream.learner.controller.servers.session import CallContext, Outbox
 from slipstream.protocol.checkpoints import write_kept

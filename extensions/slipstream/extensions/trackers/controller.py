@@ -64,7 +64,7 @@ _OF_SERVERS = (
 
 
 class TensorBoardTracker:
-    """Writes an event file with the package tensorboard, without tensorflow; see `Tracker`."""
+    """Writes an event file with the package tensorboard, without tensorflow; see `RunTracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
         """Creates `tensorboard` in `folder`, and a new file in it."""
@@ -112,7 +112,7 @@ STEP = "step"
 
 
 class WandbTracker:
-    """Logs to one run of Weights & Biases, with local files in `wandb/`; see `Tracker`."""
+    """Logs to one run of Weights & Biases, with local files in `wandb/`; see `RunTracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
         """Signs in with the key of `wandb login` or WANDB_API_KEY, unless WANDB_MODE is offline."""
@@ -139,7 +139,7 @@ class WandbTracker:
         self._run.log({**values, STEP: step})
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
-        """Logs the episodes as a table, and histograms of lengths and surprisal; see `Tracker`."""
+        """Logs the episodes as a table, and histograms of lengths, surprisal; see `RunTracker`."""
         import wandb
 
         histograms = {
@@ -165,7 +165,7 @@ MAX_VALUE_CHARACTERS = 500
 
 
 class MlflowTracker:
-    """Logs to one run of the MLflow experiment `tracking.project`; see `Tracker`."""
+    """Logs to one run of the MLflow experiment `tracking.project`; see `RunTracker`."""
 
     def __init__(self, config: Config, folder: Path, ids: RunIds) -> None:
         """Opens the server or database in MLFLOW_TRACKING_URI, or else mlflow.db in `folder`."""
@@ -217,7 +217,7 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=metrics[start:end])
 
     def samples(self, step: int, episodes: Lines, groups: Lines) -> None:
-        """Logs the episodes as a table, one artifact for each step; see `Tracker`."""
+        """Logs the episodes as a table, one artifact for each step; see `RunTracker`."""
         path = f"samples/step-{step:06d}.json"
         table = {"columns": list(COLUMNS), "data": table_rows(episodes)}
         self._client.log_text(self._run_id, json.dumps(table), path)

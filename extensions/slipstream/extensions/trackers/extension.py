@@ -38,6 +38,8 @@ EXTENSION = Extension(
         ),
     },
     programs={
-        "export-metrics": Program("metrics", "slipstream.extensions.trackers.export", restarts=0)
+        "export-metrics": Program(
+            "metrics", "slipstream.extensions.trackers.export_metrics", restarts=0
+        )
     },
 )

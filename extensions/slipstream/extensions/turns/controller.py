@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 
 from slipstream.learner.controller.kernel import Kernel
 from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import LOADING, SERVING, ServerSession
 from slipstream.v1 import fleet_pb2
@@ -30,7 +30,7 @@ class EngineTurns(Part):
     turns.trainer_away()
     """
 
-    def __init__(self, fleet: Fleet, run: Run) -> None:
+    def __init__(self, fleet: Fleet, run: ControlledRun) -> None:
         self._fleet = fleet
         self._run = run
         self._setting = run.config.controller.turns

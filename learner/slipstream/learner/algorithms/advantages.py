@@ -1,4 +1,4 @@
-"""The built-in advantage estimators: pure functions that compute in float64.
+"""The built-in advantage estimators, pure functions in float64, and how they are called.
 
 Sequence-level estimators give one number for each episode, turn-level estimators one for each
 reply, token-level estimators one for each sampled token. Only sampled tokens are steps: the context
@@ -9,10 +9,13 @@ of an episode is its reward less the costs of its tokens.
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from slipstream.core.settings.algorithm_section import AlgorithmSection
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages
+from slipstream.learner.algorithms.functions import function_of
 
 STD_EPS = 1e-6
 
@@ -217,3 +220,53 @@ def _groups(episodes: Sequence[ScoredEpisode]) -> list[npt.NDArray[np.int64]]:
     for place, episode in enumerate(episodes):
         places[episode.group_id].append(place)
     return [np.array(members) for members in places.values()]
+
+
+def token_advantages(
+    algorithm: AlgorithmSection, episodes: Sequence[ScoredEpisode], *, where: str
+) -> list[TokenAdvantages]:
+    """Returns the advantages of all sampled tokens of a batch, by `algorithm.advantage`.
+
+    `episodes` must contain only episodes that count in their group's statistics; their arrays
+    become read-only. Raises RunFailed if the function is faulty. A non-finite advantage is a fault
+    only of a user's own function, because a built-in one gets it from non-finite rewards.
+    """
+    function = function_of(algorithm, "advantage")
+    for episode in episodes:
+        inputs: list[np.ndarray[Any, Any] | None] = [
+            episode.token_costs,
+            episode.values,
+            episode.lags,
+            episode.earned,
+        ]
+        for turn in episode.turns:
+            inputs.append(turn.context)
+            inputs.append(turn.reply)
+        for array in inputs:
+            if array is not None:
+                array.flags.writeable = False
+    with function.named(where):
+        results = function.call(tuple(episodes))
+        if len(results) != len(episodes):
+            raise function.fault(f"{len(results)} advantages of {len(episodes)} episodes", where)
+        estimated = []
+        for estimate, episode in zip(results, episodes, strict=True):
+            number = len(episode.token_costs)
+            at = f"{where}, group {episode.group_id}"
+            if not isinstance(estimate, TokenAdvantages):
+                estimate = TokenAdvantages(np.asarray(estimate, dtype=np.float64))
+                if not estimate.advantages.shape:
+                    estimate = TokenAdvantages(np.repeat(estimate.advantages, number))
+            function.check_numbers(estimate.reports, at)
+            arrays = [estimate.advantages]
+            if estimate.returns is not None:
+                arrays.append(estimate.returns)
+            for array in arrays:
+                if array.shape != (number,):
+                    raise function.fault(f"shape {array.shape} for {number} sampled tokens", at)
+                if function.is_own and not np.isfinite(array).all():
+                    raise function.fault("a value is not finite", at)
+            if episode.values is not None and estimate.returns is None:
+                raise function.fault("a critic needs TokenAdvantages with returns", at)
+            estimated.append(estimate)
+        return estimated

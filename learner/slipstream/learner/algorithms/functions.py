@@ -35,9 +35,7 @@ from slipstream.core.types import Branch, Status, Trajectory
 from slipstream.learner.algorithms.columns import TAKEN
 from slipstream.learner.algorithms.episodes import (
     RewardedEpisode,
-    ScoredEpisode,
     ShapedReward,
-    TokenAdvantages,
 )
 
 _FOLDER = __package__
@@ -236,54 +234,10 @@ def filtered(algorithm: AlgorithmSection, group: Sequence[RewardedEpisode], *, w
     return bool(keeps)
 
 
-def token_advantages(
-    algorithm: AlgorithmSection, episodes: Sequence[ScoredEpisode], *, where: str
-) -> list[TokenAdvantages]:
-    """Returns the advantages of all sampled tokens of a batch, by `algorithm.advantage`.
-
-    `episodes` must contain only episodes that count in their group's statistics; their arrays
-    become read-only. Raises RunFailed if the function is faulty. A non-finite advantage is a fault
-    only of a user's own function, because a built-in one gets it from non-finite rewards.
-    """
-    function = function_of(algorithm, "advantage")
-    for episode in episodes:
-        inputs: list[np.ndarray[Any, Any] | None] = [
-            episode.token_costs,
-            episode.values,
-            episode.lags,
-            episode.earned,
-        ]
-        for turn in episode.turns:
-            inputs.append(turn.context)
-            inputs.append(turn.reply)
-        for array in inputs:
-            if array is not None:
-                array.flags.writeable = False
-    with function.named(where):
-        results = function.call(tuple(episodes))
-        if len(results) != len(episodes):
-            raise function.fault(f"{len(results)} advantages of {len(episodes)} episodes", where)
-        estimated = []
-        for estimate, episode in zip(results, episodes, strict=True):
-            number = len(episode.token_costs)
-            at = f"{where}, group {episode.group_id}"
-            if not isinstance(estimate, TokenAdvantages):
-                estimate = TokenAdvantages(np.asarray(estimate, dtype=np.float64))
-                if not estimate.advantages.shape:
-                    estimate = TokenAdvantages(np.repeat(estimate.advantages, number))
-            function.check_numbers(estimate.reports, at)
-            arrays = [estimate.advantages]
-            if estimate.returns is not None:
-                arrays.append(estimate.returns)
-            for array in arrays:
-                if array.shape != (number,):
-                    raise function.fault(f"shape {array.shape} for {number} sampled tokens", at)
-                if function.is_own and not np.isfinite(array).all():
-                    raise function.fault("a value is not finite", at)
-            if episode.values is not None and estimate.returns is None:
-                raise function.fault("a critic needs TokenAdvantages with returns", at)
-            estimated.append(estimate)
-        return estimated
+def _is_caller(frame: traceback.FrameSummary) -> bool:
+    """Whether a frame is of the code that calls an estimator of advantages, not of one."""
+    is_beside = Path(frame.filename).parent == Path(__file__).parent
+    return is_beside and frame.name == "token_advantages"
 
 
 def describe_error(error: BaseException) -> str:
@@ -295,7 +249,9 @@ def describe_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     libraries = (*map(str, Path(np.__file__).parents[1:2]), sys.base_prefix, "<")
     user_frames = [
-        frame for frame in frames if not frame.filename.startswith((*libraries, __file__))
+        frame
+        for frame in frames
+        if not frame.filename.startswith((*libraries, __file__)) and not _is_caller(frame)
     ]
     return (
         f"{line} ({Path(user_frames[-1].filename).name}:{user_frames[-1].lineno})"

@@ -44,8 +44,8 @@ from slipstream.learner.controller.records.ledger import (
 )
 from slipstream.learner.controller.records.snapshots import open_history, write_snapshots
 from slipstream.learner.controller.reporting.metrics import open_recorder
-from slipstream.learner.controller.results import Results
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.results import RunResults
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.services.environment_service import EnvironmentServicer
 from slipstream.learner.controller.services.fleet_service import FleetServicer, StatusServicer
@@ -149,7 +149,7 @@ class Controller:
         self._config = config
         self._credentials = credentials
         run_id = config.run.id or f"{config.run.name}-{secrets.token_hex(4)}"
-        self._run = Run(config, run_id)
+        self._run = ControlledRun(config, run_id)
         self._progress = self._run.progress
         algorithm = config.algorithm
         self._book = LeaseBook(
@@ -253,7 +253,7 @@ class Controller:
         self.publisher = publisher = Publisher(books.fleet, run, tasks)
         self.scheduler = scheduler = Scheduler(run, books, intake.start_afresh)
         self.former = former = BatchFormer(books, tasks)
-        self.results = results = Results(
+        self.results = results = RunResults(
             run, books, self.recorder, intake, former, publisher, scheduler
         )
         self.environments = EnvironmentServicer(run, books, intake)
@@ -341,7 +341,7 @@ class Controller:
             session.outbox.close()
 
 
-def begin(journal: Journal, folder: Path, run: Run) -> RunHistory:
+def begin(journal: Journal, folder: Path, run: ControlledRun) -> RunHistory:
     """Reads the journal in `folder`, adds a record of this start, and returns the state so far.
 
     Of a journal with a snapshot it reads what is behind that.

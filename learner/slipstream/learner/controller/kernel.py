@@ -10,8 +10,8 @@ from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.results import Results
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.results import RunResults
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.services.fleet_service import StatusServicer
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.protocol.access.checked_calls import Refusals
@@ -21,13 +21,13 @@ from slipstream.protocol.access.checked_calls import Refusals
 class Kernel:
     """The objects that every controller has, one of each."""
 
-    run: Run
+    run: ControlledRun
     books: Books
     intake: Intake
     publisher: Publisher
     scheduler: Scheduler
     former: BatchFormer
-    results: Results
+    results: RunResults
     status: StatusServicer
     # Counts the calls to the controller that were refused.
     refusals: Refusals

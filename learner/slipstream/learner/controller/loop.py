@@ -1,4 +1,4 @@
-"""The batch of a step, and the tasks of a controller, of which the trainer's `Next` is the loop.
+"""The loop of a run: what the trainer does next, the batch of a step, and the other tasks.
 
 Each task changes the run's state, calls `Signal.notify`, and waits for the signal again:
 
@@ -22,29 +22,34 @@ its limit, and the trainer calls again. At the end of the run `application.py` c
 The journal holds a whole batch before the trainer gets it; only then are the batch's trajectories
 acknowledged.
 
-Consumes: complete groups, the trainer's reports. Produces: batches, records of steps. Waits for:
-the journal's disk. Unblocked by: the end of a write.
+Consumes: complete groups, servers that need weights, the trainer's reports. Produces: orders,
+batches, records of steps. Waits for: groups, servers, the journal's disk. Unblocked by: the run's
+signal, the limit of a call, the end of a write.
 """
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import PolicyVersion
+from slipstream.learner.controller.events import GATHER_S
 from slipstream.learner.controller.leasing.groups import Group
+from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.leasing.shares import Mixture
+from slipstream.learner.controller.part import Part
+from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.recorded_steps import JournaledStep, batch_name
-from slipstream.learner.controller.run import Run, Stopwatch
+from slipstream.learner.controller.run import ControlledRun, Stopwatch
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.trajectories.batch import (
+from slipstream.learner.controller.trajectories.formed_batch import (
     FormedBatch,
     SetAside,
     StepOrder,
@@ -53,7 +58,141 @@ from slipstream.learner.controller.trajectories.batch import (
 )
 from slipstream.protocol.checkpoints import first_needed_step
 from slipstream.protocol.codec import version_from_pb
+from slipstream.v1 import status_pb2
 from slipstream.v1 import trainer_pb2 as pb
+
+
+class TrainerOrders:
+    """What the trainer does next: the loop that its calls of `Next` turn."""
+
+    def __init__(
+        self,
+        run: ControlledRun,
+        book: LeaseBook,
+        former: "BatchFormer",
+        publisher: Publisher,
+        parts: Sequence[Part],
+    ) -> None:
+        self._run = run
+        self._progress = run.progress
+        self._book = book
+        self._former = former
+        self._publisher = publisher
+        self._parts = parts
+        # Version of the trainer's weights; after a restart it may be older than the run's version.
+        self.trainer_version = run.progress.version
+        # Set when the trainer leaves on purpose.
+        self.goodbye: pb.TrainerGoodbye | None = None
+
+    async def next(
+        self, request: pb.NextRequest, limit_s: float, check_trainer: Callable[[], Awaitable[None]]
+    ) -> pb.Directive | bytes | FormedBatch:
+        """Returns the first order within `limit_s`, or one to ask again.
+
+        `check_trainer` raises what ends the call of a trainer that another one has replaced.
+        """
+        until_s = time.monotonic() + limit_s
+        # Operations of a client come one by one, and each is worth an answer of its own.
+        gather_s = 0.0 if self._run.config.controller.client_loop else GATHER_S
+        while True:
+            await check_trainer()
+            try:
+                order = await self._order(request)
+            except (ProtocolError, RunFailed) as failure:
+                self._progress.fail(str(failure))
+                continue
+            if order is not None:
+                return order
+            remaining_s = until_s - time.monotonic()
+            if remaining_s <= 0:
+                return pb.Directive(wait=pb.WaitOrder())
+            # A server that is to be retried becomes due without a signal.
+            await self._run.signal.changes(min(remaining_s, 0.25), gather_s=gather_s)
+
+    async def _order(self, request: pb.NextRequest) -> pb.Directive | bytes | FormedBatch | None:
+        """Returns the next order, or None if there is none yet and the run waits for something.
+
+        Raises ProtocolError or RunFailed if the run cannot continue.
+        """
+        progress = self._progress
+        is_behind = self.trainer_version.step < self._book.step
+        if is_behind and (not progress.is_over or self.is_stopping):
+            # The trainer restarted from a checkpoint, or an answer was lost.
+            return await self._former.recorded(self.trainer_version.step)
+        if progress.is_over:
+            for part in self._parts:
+                await part.before_stop()
+            reason = progress.cause or "the run is over"
+            # The controller of a failed run does not wait for an export, which could be cut off.
+            stop = pb.StopOrder(reason=reason, without_model=progress.has_failed)
+            return pb.Directive(stop=stop)
+        publish = await self._publisher.prepare(request)
+        receivers = (
+            () if publish is None else [receiver.server_id for receiver in publish.receivers]
+        )
+        for part in self._parts:
+            part.trainer_asks(receivers)
+        if publish is not None:
+            return pb.Directive(publish=publish)
+        for part in self._parts:
+            if (order := part.order(request)) is not None:
+                return order
+        if not progress.all_steps_done:
+            next_step = None
+            for part in self._parts:
+                next_step = next_step or part.next_step()
+            batch = await self._former.form(next_step)
+            if batch is not None:
+                progress.waits_for(f"the trainer to make version {batch.version}")
+                progress.moved()
+                # The servers can answer while the trainer makes the version.
+                version = progress.version
+                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
+                return batch
+            waits = filter(None, (part.waits_for() for part in self._parts))
+            progress.waits_for(next(waits, "") or batch_wait(self._book, self._former.awaited))
+            return None
+        if all(part.is_done() for part in self._parts):
+            progress.complete()
+        else:
+            progress.waits_for("the last evaluation")
+        return None
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the run is stopping and a trainer, even a restarted one, must save and export."""
+        stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
+        return stopping and self._progress.has_trainer and self.goodbye is None
+
+
+def batch_wait(book: LeaseBook, awaited: Sequence[Group]) -> str:
+    """Returns the groups for which the next batch waits, as a text for users.
+
+    `awaited` are those of which environments have too few for their shares.
+    """
+    if awaited:
+        names = ", ".join(sorted({group.environment for group in awaited}))
+        return (
+            f"{len(awaited)} groups of {names}, which belong to the shares of step {book.step + 1}"
+        )
+    due = book.due()
+    if due:
+        members = sum(len(group.missing) for group in due)
+        return (
+            f"{members} episodes that step {book.step + 1} cannot leave for later, "
+            f"the first of group {due[0].group_id}"
+        )
+    training = book.training_groups()
+    if not training:
+        return (
+            "a rollout server that serves, with an environment that is loaded, of the settings or "
+            "of a client (slipstream submit)"
+        )
+    complete = sum(group.is_complete for group in training)
+    return (
+        f"groups for step {book.step + 1}: {complete} of "
+        f"{book.groups_per_step} are complete, {len(training)} are leased"
+    )
 
 
 class BatchFormer:
@@ -366,7 +505,7 @@ class BatchFormer:
         """Waits until all records journaled so far are on the disk."""
         await self._journal.durable()
 
-    async def saved(self, report: pb.CheckpointReport, run: Run) -> None:
+    async def saved(self, report: pb.CheckpointReport, run: ControlledRun) -> None:
         """Journals a checkpoint; then a task removes old batches, if the settings say so."""
         version = version_from_pb(report.version)
         digest = report.weight_digest.hex()
@@ -376,7 +515,7 @@ class BatchFormer:
         if not (run.config.checkpoint.keep_batches or run.progress.has_failed):
             self._tasks.create_task(self._make_room(run))
 
-    async def _make_room(self, run: Run) -> None:
+    async def _make_room(self, run: ControlledRun) -> None:
         """Removes batches that no resume from one of the `keep_last` newest checkpoints needs.
 
         The newest batch stays, and those with groups that wait for another one.

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import grpc.aio
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.servers.fleet import ServerListener
-from slipstream.learner.controller.trajectories.batch import SetAside, StepOrder, Trained
+from slipstream.learner.controller.trajectories.formed_batch import SetAside, StepOrder, Trained
 from slipstream.v1 import trainer_pb2
 
 # Coroutines that run until they are cancelled, by the names of their tasks.

@@ -21,9 +21,9 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.reporting.file_digests import file_digests
 from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import ServerSession
-from slipstream.learner.controller.trajectories.batch import Trained
+from slipstream.learner.controller.trajectories.formed_batch import Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2
 
@@ -93,12 +93,12 @@ class StepTimes:
 LEDGER_S = 2.0
 
 
-class Results(Part):
+class RunResults(Part):
     """Gathers the numbers of a run from its parts, for its journal and its result files."""
 
     def __init__(
         self,
-        run: Run,
+        run: ControlledRun,
         books: Books,
         recorder: RunRecorder,
         intake: Intake,

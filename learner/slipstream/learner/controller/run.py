@@ -20,7 +20,7 @@ from slipstream.v1.weights_pb2 import Place
 HEARD_S = 30.0
 
 
-class Run:
+class ControlledRun:
     """The settings, events, clock and progress of one run."""
 
     def __init__(self, config: Config, run_id: str) -> None:
@@ -41,7 +41,7 @@ class RunProgress:
     all of them --fail--> FAILED
     """
 
-    def __init__(self, run: Run, run_id: str) -> None:
+    def __init__(self, run: ControlledRun, run_id: str) -> None:
         self._events = run.events
         self._signal = run.signal
         self._clock = run.clock

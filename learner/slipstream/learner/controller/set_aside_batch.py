@@ -13,7 +13,7 @@ from slipstream.core.errors import USAGE_ERROR, ConfigError, ProtocolError, Slip
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.trajectories.batch import SetAside, from_contents
+from slipstream.learner.controller.trajectories.formed_batch import SetAside, from_contents
 
 CAUSE = "the user asked for it"
 

@@ -7,15 +7,16 @@ warnings, the end of a run that cannot continue. Waits for: a fixed period. Unbl
 import asyncio
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from slipstream.core.types import GroupId
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.publishing.publish import Publisher
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import ServerKey
+from slipstream.learner.controller.tasks import EnvironmentEntry
 from slipstream.learner.controller.trajectories.intake import Intake
 
 WATCH_S = 0.25
@@ -30,7 +31,9 @@ REJOIN_S = 10.0
 class RunWatch:
     """Checks servers, leases, journal and progress every `WATCH_S` seconds."""
 
-    def __init__(self, run: Run, books: Books, publisher: Publisher, intake: Intake) -> None:
+    def __init__(
+        self, run: ControlledRun, books: Books, publisher: Publisher, intake: Intake
+    ) -> None:
         self._run = run
         self._progress = run.progress
         self._config = run.config
@@ -112,8 +115,15 @@ class RunWatch:
             if empty > limit_s:
                 return f"no rollout server was connected for {empty:.0f} s"
             return ""
+        return self._stall(training)
+
+    def _stall(self, training: Sequence[EnvironmentEntry]) -> str:
+        """Returns the cause if nothing has moved for too long, with servers and a trainer there.
+
+        All leases go to other servers once before that fails the run.
+        """
         idle = self._progress.idle_s
-        limit_s = settings.stall_timeout_s
+        limit_s = self._config.controller.stall_timeout_s
         self._gave_others_a_try &= idle > limit_s
         waits_for_fleet = self._progress.has_trainer and bool(self._fleet.serving())
         if waits_for_fleet and training and idle > limit_s * (1 + self._gave_others_a_try):

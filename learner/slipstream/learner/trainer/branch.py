@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from slipstream.learner.trainer.batches.batch_stream import Contents
+from slipstream.learner.trainer.batches.batch import Contents
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.training_line import TrainingLine
 from slipstream.learner.trainer.weight_changes import (

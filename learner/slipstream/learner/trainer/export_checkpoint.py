@@ -77,8 +77,8 @@ def export(config: Config, path: Path, out: Path) -> None:
     from slipstream.learner.trainer.model.model import MemoryPart
     from slipstream.learner.trainer.opening import open_policy
     from slipstream.learner.trainer.ranks.parallel import Launch
-    from slipstream.learner.trainer.weights.publish import open_published
     from slipstream.learner.trainer.weights.run_chat import RunChat
+    from slipstream.learner.trainer.weights.weight_publisher import open_published
 
     alone = on_one_rank(config, path)
     chat = RunChat.of(config)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from slipstream.core.machine.gpus import ALL_BITS
+from slipstream.core.models.images import load_processor
 from slipstream.core.models.model_sizes import read_model_sizes, read_model_table
-from slipstream.core.models.vision import load_processor
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.sections import KEPT_LOGITS_SHARE
 from slipstream.learner.trainer import Megatron

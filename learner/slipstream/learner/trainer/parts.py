@@ -9,7 +9,7 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.controller_client import ControllerClient
 from slipstream.learner.trainer.model.policy import Policy
 from slipstream.learner.trainer.step import StepPart
-from slipstream.learner.trainer.weights.publish import Published
+from slipstream.learner.trainer.weights.weight_publisher import Published
 from slipstream.v1 import trainer_pb2, weights_pb2
 
 

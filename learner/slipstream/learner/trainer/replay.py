@@ -75,7 +75,7 @@ class Replay:
         from slipstream.learner.trainer.opening import open_policy
         from slipstream.learner.trainer.ranks.parallel import Launch
         from slipstream.learner.trainer.training_line import TrainingLine
-        from slipstream.learner.trainer.weights.publish import open_published
+        from slipstream.learner.trainer.weights.weight_publisher import open_published
 
         self._run = run
         self._config = config

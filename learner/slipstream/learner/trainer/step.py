@@ -33,13 +33,13 @@ from slipstream.learner.trainer.algorithms.loss import (
     mean_advantages,
     policy_loss,
     training_sequences,
+    weighted,
 )
 from slipstream.learner.trainer.algorithms.loss_inputs import (
     NO_NUMBERS,
     BatchNumbers,
     batch_numbers,
 )
-from slipstream.learner.trainer.algorithms.loss_weights import weighted
 from slipstream.learner.trainer.algorithms.step_statistics import StepStatistics
 from slipstream.learner.trainer.batches.batch import (
     MAX_TOLD,
@@ -180,16 +180,18 @@ class TrainingStep:
         totals.advantages = mean_advantages(batch, sequences)
         sequences = weighted(sequences, batch, mini_batches, config)
         with policy.memory.resident(MemoryPart.PARAMETERS, MemoryPart.GRADIENTS):
-            shares = [rank_micro_batches(policy, sequences, members) for members in mini_batches]
-            before: list[list[Tensor]] = [[] for _ in shares]
-            if len(shares) * algorithm.epochs > 1:
+            # This rank's micro batches of each mini-batch, and their proximal log-probabilities.
+            packed = [rank_micro_batches(policy, sequences, members) for members in mini_batches]
+            proximal: list[list[Tensor]] = [[] for _ in packed]
+            if len(packed) * algorithm.epochs > 1:
                 with self.stages.measure("forward"):
-                    before = [
-                        forward_logprobs(policy, share, temperature=temperature) for share in shares
+                    proximal = [
+                        forward_logprobs(policy, micro_batches, temperature=temperature)
+                        for micro_batches in packed
                     ]
-            one_pass = list(zip(mini_batches, shares, before, strict=True))
-            for members, share, old in one_pass * algorithm.epochs:
-                gradients = self._gradients_of(share, old, batch.step)
+            epoch = list(zip(mini_batches, packed, proximal, strict=True))
+            for members, micro_batches, proximal_logprobs in epoch * algorithm.epochs:
+                gradients = self._gradients_of(micro_batches, proximal_logprobs, batch.step)
                 started = time.monotonic()
                 losses = gradients()
                 norm = early_norm(policy)
@@ -203,10 +205,10 @@ class TrainingStep:
                     raise loss_fault(
                         policy, config, batch, mini_batch, losses, total=total, fault=fault
                     )
-                # In later passes the ratios are those to the first.
+                # In later passes the engine is compared with the policy before the first update.
                 if algorithm.agreement == "bits":
                     check_bits(batch.step, totals.statistics.metrics())
-                totals.num_micro_batches += len(share) * ranks.dp_size
+                totals.num_micro_batches += len(micro_batches) * ranks.dp_size
                 started = time.monotonic()
                 totals.grad_norms.append(update_weights(policy, rate, gradients, norm=norm))
                 totals.loss_scale = min(totals.loss_scale, policy.loss_scale)
@@ -219,26 +221,29 @@ class TrainingStep:
         return totals
 
     def _gradients_of(
-        self, share: Sequence[MicroBatch], old: Sequence[Tensor], step: int
+        self,
+        micro_batches: Sequence[MicroBatch],
+        proximal_logprobs: Sequence[Tensor],
+        step: int,
     ) -> Callable[[], list[TokenLoss]]:
-        """Returns a function that computes the gradients of `share`, and returns its losses.
+        """Returns a function that computes the gradients of `micro_batches`, and their losses.
 
-        `share` has this rank's micro batches, and `old` the proximal policy's log-probabilities
-        of each (empty before any update).
+        The micro batches are this rank's; `proximal_logprobs` has those of each micro batch by the
+        policy before the step, and is empty before any update.
         """
         algorithm = self._config.algorithm
         policy = self.policy
         temperature = self._config.sampling.temperature
         numbers = NO_NUMBERS
 
-        def whole() -> BatchNumbers:
-            outputs = forward_policy(policy, share, temperature=temperature)
+        def mini_batch_numbers() -> BatchNumbers:
+            outputs = forward_policy(policy, micro_batches, temperature=temperature)
             if not outputs:
                 return NO_NUMBERS
             return batch_numbers(
                 outputs,
-                old,
-                share,
+                proximal_logprobs,
+                micro_batches,
                 self._objectives,
                 step=step,
                 cp_group=policy.ranks.cp_group,
@@ -251,7 +256,7 @@ class TrainingStep:
             return policy_loss(
                 logprobs,
                 entropy,
-                old[place] if old else None,
+                proximal_logprobs[place] if proximal_logprobs else None,
                 micro_batch,
                 self._objectives,
                 self._columns,
@@ -264,10 +269,10 @@ class TrainingStep:
             nonlocal numbers
             self._num_passes += 1
             policy.zero_grad()
-            numbers = whole() if self._asks_for_batch else NO_NUMBERS
+            numbers = mini_batch_numbers() if self._asks_for_batch else NO_NUMBERS
             return forward_backward(
                 policy,
-                share,
+                micro_batches,
                 loss,
                 temperature=temperature,
                 entropy_gradient=algorithm.entropy_coefficient > 0,

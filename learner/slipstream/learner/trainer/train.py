@@ -36,8 +36,7 @@ from slipstream.core.run_folder import CHECKPOINTS, FINAL_ADAPTERS, FINAL_MODEL
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer import controller_client
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.batch_stream import Order, on_every_rank, read_order
+from slipstream.learner.trainer.batches.batch import Batch, Order, on_every_rank, read_order
 from slipstream.learner.trainer.checkpoints.checkpoint import Checkpointer, Saved
 from slipstream.learner.trainer.checkpoints.stored_model import stored_policy
 from slipstream.learner.trainer.model.model import MemoryPart
@@ -50,8 +49,12 @@ from slipstream.learner.trainer.step_cost import StepCost
 from slipstream.learner.trainer.weights.bucket_senders import make_sender
 from slipstream.learner.trainer.weights.export import save_adapters, save_hf_folder
 from slipstream.learner.trainer.weights.periodic_export import PeriodicExport
-from slipstream.learner.trainer.weights.publish import WeightPublisher, build_probe, open_published
 from slipstream.learner.trainer.weights.run_chat import RunChat
+from slipstream.learner.trainer.weights.weight_publisher import (
+    WeightPublisher,
+    build_probe,
+    open_published,
+)
 from slipstream.learner.trainer.weights.weight_stream import WeightDigests
 from slipstream.protocol.codec import version_from_pb, version_to_pb
 from slipstream.protocol.weights.handover import host_id

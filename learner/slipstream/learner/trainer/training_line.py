@@ -5,7 +5,7 @@ from functools import partial
 
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.trainer.batches.batch_stream import (
+from slipstream.learner.trainer.batches.batch import (
     Contents,
     read_stored,
 )

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError, WeightSyncError
+from slipstream.protocol.weights.publish_waits import reason
 from slipstream.protocol.weights.shared_buffers import FOLDER, PREFIX
-from slipstream.protocol.weights.waits import reason
 
 HELLO_LIMIT_S = 5.0
 # Most seconds of one wait, because closing the listener in another thread does not end a wait.

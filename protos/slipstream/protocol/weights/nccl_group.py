@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.errors import WeightSyncError
-from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
+from slipstream.protocol.weights.publish_waits import Unanswered, on_thread, reason
 
 logger = logging.getLogger(__name__)
 

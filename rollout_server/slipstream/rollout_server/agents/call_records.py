@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
-from slipstream.core.models.vision import PlacedImage
+from slipstream.core.models.images import PlacedImage
 from slipstream.rollout_server.agents.conversations import ConversationBranch
 from slipstream.rollout_server.engine_interface import Generation
 

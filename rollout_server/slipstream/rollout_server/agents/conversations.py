@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from slipstream.core.kept_tokens import KeptTokens
-from slipstream.core.models.vision import PlacedImage
+from slipstream.core.models.images import PlacedImage
 from slipstream.core.types import LogprobArray, VersionSpan
 from slipstream.rollout_server.engine_interface import Generation
 

@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
 from pydantic import JsonValue
-from slipstream.core.models.vision import PlacedImage, check_pixels
+from slipstream.core.models.images import PlacedImage, check_pixels
 from slipstream.rollout_server.agents.call_records import (
     CallRecord,
     EpisodeRecord,

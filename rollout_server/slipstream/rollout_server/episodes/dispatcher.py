@@ -19,28 +19,32 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from slipstream.core.errors import ConfigError, EnvironmentFailed, TrajectoryQueueFull
+from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.types import (
     MAX_EXCUSED_ATTEMPTS,
     Failure,
     FailureKind,
     GroupId,
+    RoutedExperts,
     Status,
     Trajectory,
 )
 from slipstream.core.waits import within
-from slipstream.protocol.codec import encode_trajectory
+from slipstream.protocol.codec import encode_trajectory, merge_spans, pack_tokens
 from slipstream.protocol.queue.base import TrajectorySender, seal
 from slipstream.rollout_server.engine_interface import EngineDied, GenerationFailed
 from slipstream.rollout_server.episodes.calls import MAX_MESSAGE_CHARACTERS
+from slipstream.rollout_server.episodes.episode_kinds import talk
 from slipstream.rollout_server.episodes.group_judge import (
     EndedPlay,
     ask_verdicts,
     sampled_replies,
     take_verdict,
 )
-from slipstream.rollout_server.episodes.kinds import talk
 from slipstream.rollout_server.episodes.play import (
     Cancelled,
     EpisodeAttempt,
@@ -50,7 +54,6 @@ from slipstream.rollout_server.episodes.play import (
     PromptTooLong,
     ServiceFailed,
     reply_alone,
-    trajectory_of,
 )
 from slipstream.rollout_server.episodes.recording import Recording
 from slipstream.rollout_server.episodes.renderer import RenderingFailed
@@ -462,3 +465,71 @@ def _failure(error: Exception) -> Failure:
     # Texts of models and templates may have what no message can carry.
     clean = message.encode(errors="replace").decode()
     return Failure(kind, clean[:MAX_MESSAGE_CHARACTERS])
+
+
+def trajectory_of(play: EpisodeAttempt, status: Status, failure: Failure | None) -> Trajectory:
+    """Closes the recording, and returns the trajectory of the attempt."""
+    lease = play.lease
+    recording = play.recording
+    identity = play.identity
+    renderer = play.model.renderer
+    recording.close()
+    prompt_end, reply_end = (sum(recording.run_lengths[:runs]) for runs in (1, 2))
+    prompt = tuple(recording.token_ids[:prompt_end])
+    if len(recording.sampled) > 1:
+        reply_text = renderer.decode_all(recording.token_ids[prompt_end:])
+    else:
+        first_reply = recording.token_ids[prompt_end:reply_end]
+        reply_text = recording.last_text or renderer.decode(first_reply)
+    is_trained = play.is_trained(status)
+    num_tokens = len(recording.token_ids)
+    routed_experts = None
+    if is_trained and recording.expert_ids:
+        # Only training replays the experts, and they take more bytes than all else.
+        routed_experts = RoutedExperts.of_parts(
+            recording.expert_ids, play.model.engine.num_experts, num_tokens=num_tokens
+        )
+    kept_tokens = b""
+    if is_trained:
+        kept_tokens = KeptTokens.joined(recording.kept_tokens).packed()
+    teacher_prompt = np.array(recording.teacher_prompt if is_trained else [], dtype=np.uint32)
+    sampled: dict[str, Any] = recording.sampled_arrays
+    return Trajectory(
+        run_id=identity.run_id,
+        group_id=lease.group_id,
+        member=play.member,
+        attempt=play.attempt,
+        server_id=identity.server_id,
+        server_epoch=identity.server_epoch,
+        environment=lease.environment,
+        task_index=lease.task_index,
+        seed=lease.seed,
+        purpose=lease.purpose,
+        status=status,
+        failure=failure,
+        will_retry=False,
+        token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
+        run_lengths=tuple(recording.run_lengths),
+        **sampled,
+        version_spans=merge_spans(recording.spans),
+        reward=recording.reward if failure is None else 0.0,
+        metrics=recording.short_metrics,
+        num_turns=len(recording.sampled),
+        generation_s=recording.generation_s,
+        environment_s=recording.environment_s,
+        prompt_text=recording.clip(renderer.decode_prompt(prompt)),
+        reply_text=recording.clip(reply_text),
+        routed_experts=routed_experts,
+        branches=recording.branches,
+        is_given=recording.is_given,
+        reference=recording.reference if is_trained else None,
+        images=tuple(recording.images),
+        image_places=tuple(recording.image_places),
+        adapter=lease.sampling.adapter,
+        max_reply_tokens=recording.max_reply_tokens,
+        expected_answer=recording.expected_answer,
+        prompt_logprobs=recording.prompt_logprobs,
+        kept_tokens=kept_tokens,
+        judged_lease=recording.judged_lease,
+        teacher_prompt=pack_tokens(teacher_prompt),
+    )

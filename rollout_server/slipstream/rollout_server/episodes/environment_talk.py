@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from functools import partial
 
-from slipstream.core.models.vision import PlacedImage, check_pixels
+from slipstream.core.models.images import PlacedImage, check_pixels
 from slipstream.core.settings.sections import MAX_TURNS
 from slipstream.core.types import Purpose, Status
 from slipstream.rollout_server.chat import (

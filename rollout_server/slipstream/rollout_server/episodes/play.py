@@ -16,22 +16,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from slipstream.core.configuration.reply_ends import ReplyEnds
 from slipstream.core.errors import ProtocolError
-from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.settings.sections import SamplingSection
 from slipstream.core.template_values import read_values
 from slipstream.core.types import (
     WITHOUT_END,
-    Failure,
     GroupId,
     Purpose,
     ReferenceLogprobs,
-    RoutedExperts,
     ServerId,
     Status,
-    Trajectory,
     VersionSpan,
 )
-from slipstream.protocol.codec import merge_spans, pack_logprobs, pack_tokens, unpack_tokens
+from slipstream.protocol.codec import pack_logprobs, unpack_tokens
 from slipstream.rollout_server.agents.call_records import CallRecords
 from slipstream.rollout_server.chat import (
     ENDED_BY_MODEL,
@@ -369,71 +365,3 @@ async def reply_alone(play: EpisodeAttempt) -> Status:
         recording.prompt_logprobs = pack_logprobs(generation.prompt_logprobs)
     is_cut = generation.finish_reason is FinishReason.LENGTH
     return Status.TRUNCATED if is_cut else Status.COMPLETED
-
-
-def trajectory_of(play: EpisodeAttempt, status: Status, failure: Failure | None) -> Trajectory:
-    """Closes the recording, and returns the trajectory of the attempt."""
-    lease = play.lease
-    recording = play.recording
-    identity = play.identity
-    renderer = play.model.renderer
-    recording.close()
-    prompt_end, reply_end = (sum(recording.run_lengths[:runs]) for runs in (1, 2))
-    prompt = tuple(recording.token_ids[:prompt_end])
-    if len(recording.sampled) > 1:
-        reply_text = renderer.decode_all(recording.token_ids[prompt_end:])
-    else:
-        first_reply = recording.token_ids[prompt_end:reply_end]
-        reply_text = recording.last_text or renderer.decode(first_reply)
-    is_trained = play.is_trained(status)
-    num_tokens = len(recording.token_ids)
-    routed_experts = None
-    if is_trained and recording.expert_ids:
-        # Only training replays the experts, and they take more bytes than all else.
-        routed_experts = RoutedExperts.of_parts(
-            recording.expert_ids, play.model.engine.num_experts, num_tokens=num_tokens
-        )
-    kept_tokens = b""
-    if is_trained:
-        kept_tokens = KeptTokens.joined(recording.kept_tokens).packed()
-    teacher_prompt = np.array(recording.teacher_prompt if is_trained else [], dtype=np.uint32)
-    sampled: dict[str, Any] = recording.sampled_arrays
-    return Trajectory(
-        run_id=identity.run_id,
-        group_id=lease.group_id,
-        member=play.member,
-        attempt=play.attempt,
-        server_id=identity.server_id,
-        server_epoch=identity.server_epoch,
-        environment=lease.environment,
-        task_index=lease.task_index,
-        seed=lease.seed,
-        purpose=lease.purpose,
-        status=status,
-        failure=failure,
-        will_retry=False,
-        token_ids=np.asarray(recording.token_ids, dtype=np.uint32),
-        run_lengths=tuple(recording.run_lengths),
-        **sampled,
-        version_spans=merge_spans(recording.spans),
-        reward=recording.reward if failure is None else 0.0,
-        metrics=recording.short_metrics,
-        num_turns=len(recording.sampled),
-        generation_s=recording.generation_s,
-        environment_s=recording.environment_s,
-        prompt_text=recording.clip(renderer.decode_prompt(prompt)),
-        reply_text=recording.clip(reply_text),
-        routed_experts=routed_experts,
-        branches=recording.branches,
-        is_given=recording.is_given,
-        reference=recording.reference if is_trained else None,
-        images=tuple(recording.images),
-        image_places=tuple(recording.image_places),
-        adapter=lease.sampling.adapter,
-        max_reply_tokens=recording.max_reply_tokens,
-        expected_answer=recording.expected_answer,
-        prompt_logprobs=recording.prompt_logprobs,
-        kept_tokens=kept_tokens,
-        judged_lease=recording.judged_lease,
-        teacher_prompt=pack_tokens(teacher_prompt),
-    )

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from slipstream.core.models.vision import PlacedImage
+from slipstream.core.models.images import PlacedImage
 from slipstream.core.staleness import max_text_bytes
 from slipstream.core.types import (
     DROPPED_METRICS,

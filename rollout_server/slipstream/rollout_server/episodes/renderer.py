@@ -26,8 +26,8 @@ from slipstream.core.configuration.reply_ends import (
     leading_tokens,
 )
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
+from slipstream.core.models.images import ImageTokens, PlacedImage
 from slipstream.core.models.thoughts import begins_thoughts, marks_thoughts, split_thoughts
-from slipstream.core.models.vision import ImageTokens, PlacedImage
 from slipstream.core.template_values import OWNED, read_template
 from slipstream.rollout_server.chat import (
     NO_INPUTS,

@@ -33,7 +33,7 @@ from slipstream.core.machine.warm_start import ENDED, ForkedKeeper, WarmParent, 
 from slipstream.core.waits import within
 from slipstream.protocol.access.security import SERVER_OPTIONS
 from slipstream.protocol.access.tokens import TOKEN_KEY
-from slipstream.protocol.call_record import CallRecord
+from slipstream.protocol.running_calls import RunningCalls
 from slipstream.rollout_server.episodes.calls import CallTable
 from slipstream.v1 import environment_pb2, environment_pb2_grpc
 
@@ -170,9 +170,9 @@ class WorkerProcess:
             raise
         return cls(process, record, cause)
 
-    def calls(self) -> CallRecord:
+    def calls(self) -> RunningCalls:
         """Returns the calls that the worker is answering, or was answering when it ended."""
-        return CallRecord.read(self._record)
+        return RunningCalls.read(self._record)
 
     @property
     def was_killed(self) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
-from slipstream.core.models.vision import PlacedImage, data_of_url
+from slipstream.core.models.images import PlacedImage, data_of_url
 from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.rollout_server.agents.agent_api import MODEL, Answering
 from slipstream.rollout_server.agents.conversations import Found, message_key

@@ -20,7 +20,7 @@ from slipstream.core.machine.segments import note_segments
 from slipstream.core.patience import Patience
 from slipstream.core.settings.config import Config
 from slipstream.core.types import LogprobArray
-from slipstream.rollout_server import process
+from slipstream.rollout_server import child_processes
 from slipstream.rollout_server.engine_interface import EngineDied, LoadedWeights, Sampling
 from slipstream.rollout_server.vllm import disabled_features
 from slipstream.rollout_server.vllm.adapter_slot import AdapterRequests
@@ -31,7 +31,7 @@ from slipstream.rollout_server.vllm.engine_requests import (
     EngineRequests,
     TokenCounter,
 )
-from slipstream.rollout_server.weights.weight_update import WeightUpdate
+from slipstream.rollout_server.weight_orders import WeightUpdate
 from slipstream.v1 import weights_pb2
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -90,15 +90,15 @@ class VllmEngine:
         `seed` is vLLM's seed for sampling. Raises ConfigError if vLLM refuses its settings.
         """
         with contextlib.ExitStack() as files:
-            folder = files.enter_context(process.engine_folder())
+            folder = files.enter_context(child_processes.engine_folder())
             for executor in (uniproc_executor, multiproc_executor):
                 # vLLM's own path is in the temporary folder of all programs.
-                executor.get_file_store_init_method = lambda: process.store_url(folder)
+                executor.get_file_store_init_method = lambda: child_processes.store_url(folder)
             before = set(psutil.Process().children(recursive=True))
             settings = engine_config(config, seed, folder)
             # On CPU the line above chose "spawn" for the sake of thread binding, which is off.
             # Forked processes start in 3 s instead of 13 and inherit the hook of
-            # `process.bind_children`.
+            # `child_processes.bind_children`.
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
             # Frozen objects are never collected in the forked processes: a finaliser there would
             # wait for a thread that the fork did not copy.

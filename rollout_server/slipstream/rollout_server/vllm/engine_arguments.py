@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import slipstream.core.models.kinds  # noqa: F401 - vLLM asks transformers for these kinds
+import slipstream.core.models.registered_kinds  # noqa: F401 - vLLM asks transformers for these kinds
 from slipstream.core.errors import ConfigError
 from slipstream.core.extension import active, resolve
 from slipstream.core.models.families import FAMILIES, family_of

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from slipstream.core.models.vision import PlacedImage, load_processor
+from slipstream.core.models.images import PlacedImage, load_processor
 from slipstream.rollout_server.engine_interface import (
     EngineUse,
     Generation,

@@ -1,7 +1,7 @@
 """vLLM's vision models, with images as their only input besides text, even without torchvision.
 
 vLLM computes pixels with transformers' processors, whose video half needs torchvision. In this
-project requests carry pixels of `slipstream.core.models.vision`, so that the trainer has the
+project requests carry pixels of `slipstream.core.models.images`, so that the trainer has the
 same bits. vLLM imports this module by name wherever it inspects a model: see `tower_values`.
 Importing this module must not start CUDA, since the server forks the engine.
 """
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slipstream.core.models.families import FAMILIES
-from slipstream.core.models.vision import load_processor
+from slipstream.core.models.images import load_processor
 from transformers import PretrainedConfig
 from vllm.multimodal import MULTIMODAL_REGISTRY
 

@@ -24,7 +24,7 @@ from slipstream.core.errors import WeightSyncError
 from slipstream.core.extension import places_beside_model, resolve, transports
 from slipstream.core.machine.description import free_memory
 from slipstream.protocol.weights.buckets import Bucket, adapter_buckets, weight_buckets
-from slipstream.protocol.weights.waits import result_of, started
+from slipstream.protocol.weights.publish_waits import result_of, started
 from slipstream.rollout_server.vllm import loader_update
 from slipstream.rollout_server.vllm.adapter_slot import Arriving
 from slipstream.rollout_server.vllm.nccl_receiver import NcclReceiver

@@ -35,8 +35,8 @@ from slipstream.protocol.weights.digests import (
 )
 from slipstream.protocol.weights.handover import HandoverReceiver
 from slipstream.protocol.weights.nccl_group import Wire
+from slipstream.protocol.weights.publish_waits import result_of, started
 from slipstream.protocol.weights.shared_buffers import GpuBuffers, HostBuffers, SharedBuffers
-from slipstream.protocol.weights.waits import result_of, started
 from slipstream.v1 import weights_pb2
 from torch._C import _distributed_c10d as c10d
 

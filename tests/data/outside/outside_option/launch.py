@@ -1,7 +1,7 @@
 """A check of the option before a run."""
 
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import CONTROLLER, Scene
+from slipstream.client.launch.scene import CONTROLLER, Scene
 from slipstream.core.errors import ConfigError
 
 from outside_option.settings import OutsideSection

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 from slipstream.client.launch import fit, launcher, machine, placement
-from slipstream.client.launch.findings import Scene, Verdict
 from slipstream.client.launch.launcher import describe_dry_run, run_all
 from slipstream.client.launch.placement import Share
+from slipstream.client.launch.scene import Scene, Verdict
 from slipstream.core.configuration.batch_costs import CONTROLLER_FURTHER_BATCHES
 from slipstream.core.configuration.config_file import dump_config, parse_config
 from slipstream.core.errors import ConfigError, SlipstreamError

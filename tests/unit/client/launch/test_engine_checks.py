@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from slipstream.client.launch import fit
-from slipstream.client.launch.findings import Scene
 from slipstream.client.launch.fit import (
     compiler_problem,
     describe_engine,
     processor_problems,
 )
 from slipstream.client.launch.placement import uses_gpus
+from slipstream.client.launch.scene import Scene
 from slipstream.core.models.model_rules import cpu_cache_bytes
 from slipstream.core.settings.sections import RolloutServerSection
 from support.fakes.small_configs import NGRAM, config_of, small_config

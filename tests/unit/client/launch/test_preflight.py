@@ -26,19 +26,19 @@ from slipstream.client.launch.checks import (
     check_interfaces,
     require,
 )
-from slipstream.client.launch.findings import (
-    CONTROLLER,
-    LEARNER,
-    SERVER,
-    WHOLE_RUN,
-    Scene,
-)
 from slipstream.client.launch.launcher import run_all, run_learner, run_tinker
 from slipstream.client.launch.preflight import (
     check_environments,
     check_modules,
     check_vllm,
     hold_address,
+)
+from slipstream.client.launch.scene import (
+    CONTROLLER,
+    LEARNER,
+    SERVER,
+    WHOLE_RUN,
+    Scene,
 )
 from slipstream.client.run_folder import write_config
 from slipstream.core.configuration.config_file import load_config

@@ -4,9 +4,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.findings import SERVER, Scene
 from slipstream.client.launch.preflight import check_environments
 from slipstream.client.launch.remembered import REMEMBERED_S, Passed, Remembered, key_of
+from slipstream.client.launch.scene import SERVER, Scene
 from slipstream.client.read_files import state_of
 from slipstream.core.errors import ConfigError
 from slipstream.core.settings.config import Config

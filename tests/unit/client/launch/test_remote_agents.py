@@ -4,8 +4,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from slipstream.client.launch.findings import Scene
 from slipstream.client.launch.preflight import check_environments
+from slipstream.client.launch.scene import Scene
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config

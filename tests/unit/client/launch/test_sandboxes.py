@@ -6,9 +6,9 @@ from unittest.mock import AsyncMock
 
 import pytest
 from slipstream.client.launch import sandboxes
-from slipstream.client.launch.findings import Scene, Verdict, ok
 from slipstream.client.launch.preflight import Ended
 from slipstream.client.launch.sandboxes import check_sandbox
+from slipstream.client.launch.scene import Scene, Verdict, ok
 from slipstream.environments.sandbox.sandbox import BACKENDS, bounds_threads, why_not
 
 

@@ -129,8 +129,8 @@ ROOT = Path(__file__).parents[4]
 # Programs whose processes have native threads at their end: of torch's groups, vLLM, tokenizers or
 # trackers.
 THREADED = (
-    "extensions/slipstream/extensions/rollouts/export.py",
-    "extensions/slipstream/extensions/trackers/export.py",
+    "extensions/slipstream/extensions/rollouts/export_rollouts.py",
+    "extensions/slipstream/extensions/trackers/export_metrics.py",
     "learner/slipstream/learner/trainer/__main__.py",
     "learner/slipstream/learner/trainer/bisect.py",
     "learner/slipstream/learner/trainer/replay.py",

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image, ImageOps
 from slipstream.core.configuration.config_file import check_model, parse_config
 from slipstream.core.errors import ConfigError, ProtocolError
-from slipstream.core.models.vision import (
+from slipstream.core.models.images import (
     MAX_PIXELS,
     data_of_url,
     decoded,

@@ -8,8 +8,8 @@ import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.core.kept_tokens import KeptTokens
 from slipstream.core.types import PolicyVersion, VersionSpan
-from slipstream.extensions.agent_recovery import codec
-from slipstream.extensions.agent_recovery.codec import record_from_pb, record_to_pb
+from slipstream.extensions.agent_recovery import call_codec
+from slipstream.extensions.agent_recovery.call_codec import record_from_pb, record_to_pb
 from slipstream.protocol.bounds import decode
 from slipstream.rollout_server.agents.call_records import CallRecord
 from slipstream.rollout_server.engine_interface import FinishReason, Generation
@@ -146,7 +146,7 @@ def test_parts_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     message.routed_experts.top_k = 5
     with pytest.raises(ProtocolError, match="no rows of 15"):
         record_from_pb(message)
-    monkeypatch.setattr(codec, "MAX_BODY_BYTES", 99)
+    monkeypatch.setattr(call_codec, "MAX_BODY_BYTES", 99)
     message = record_to_pb(full())
     message.compressed_body = zlib.compress(b"x" * 100)
     with pytest.raises(ProtocolError, match="longer than 99 bytes"):

@@ -17,7 +17,7 @@ from slipstream.extensions.agent_recovery.server import RemoteCallRecords
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.access.checked_calls import CheckingInterceptor
 from slipstream.rollout_server.agents.call_records import CallRecord, EpisodeName
@@ -38,7 +38,7 @@ class Scene:
     """The part of a controller with one open group, and a rollout server's way to it."""
 
     part: CallKeeping
-    run: Run
+    run: ControlledRun
     book: LeaseBook
     group: Group
     records: RemoteCallRecords

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from slipstream.extensions.agent_recovery import store
-from slipstream.extensions.agent_recovery.store import CallStore, EpisodeFull
+from slipstream.extensions.agent_recovery import call_store
+from slipstream.extensions.agent_recovery.call_store import CallStore, EpisodeFull
 from support.fakes.call_requests import call, episode
 
 
@@ -108,7 +108,7 @@ def test_an_episode_has_a_largest_size(
 ) -> None:
     files = CallStore(tmp_path)
     monkeypatch.setattr(
-        store,
+        call_store,
         "MAX_EPISODE_BYTES",
         3 * call(1).ByteSize(),
     )

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import pytest
 import torch
-from slipstream.client.launch.findings import Scene
+from slipstream.client.launch.scene import Scene
 from slipstream.core.configuration.replayed_settings import places_and_training
 from slipstream.core.environment_rules import (
     algorithm_of,
@@ -26,9 +26,9 @@ from slipstream.learner.trainer.algorithms.loss import (
     TokenLoss,
     policy_loss,
     training_sequences,
+    weighted,
 )
 from slipstream.learner.trainer.algorithms.loss_inputs import batch_numbers
-from slipstream.learner.trainer.algorithms.loss_weights import weighted
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.fake_controller import make_batch
 from support.fakes.packed import packed

@@ -1,7 +1,11 @@
 from collections.abc import Callable
 
 import pytest
-from slipstream.extensions.drafts.switch import FIRST_KEPT, TRIAL_STEPS, DraftSwitch
+from slipstream.extensions.drafts.switch import (
+    FIRST_KEPT,
+    TRIAL_STEPS,
+    MeasuredDraftSwitch,
+)
 
 TOKENS = 3
 MOST = 64
@@ -11,7 +15,7 @@ class Engine:
     """Steps of an engine whose duration and tokens a function of drafting says."""
 
     def __init__(
-        self, switch: DraftSwitch, step: Callable[[bool], tuple[int, float]]
+        self, switch: MeasuredDraftSwitch, step: Callable[[bool], tuple[int, float]]
     ) -> None:
         self._switch = switch
         self.step = step
@@ -43,7 +47,7 @@ def fast(drafts: bool) -> tuple[int, float]:
 def test_drafts_that_cost_more_than_they_bring_are_switched_off_and_tried_again() -> (
     None
 ):
-    engine = Engine(DraftSwitch(TOKENS, MOST), slow)
+    engine = Engine(MeasuredDraftSwitch(TOKENS, MOST), slow)
     trials = engine.run(2 * TRIAL_STEPS + 2)
     assert trials[:TRIAL_STEPS] == [True] * TRIAL_STEPS
     assert not any(trials[TRIAL_STEPS + 2 :])
@@ -56,12 +60,12 @@ def test_drafts_that_cost_more_than_they_bring_are_switched_off_and_tried_again(
 
 
 def test_drafts_that_pay_stay_on() -> None:
-    drafted = Engine(DraftSwitch(TOKENS, MOST), fast).run(10 * FIRST_KEPT)
+    drafted = Engine(MeasuredDraftSwitch(TOKENS, MOST), fast).run(10 * FIRST_KEPT)
     assert sum(drafted) > 0.9 * len(drafted)
 
 
 def test_each_power_of_two_of_requests_is_judged_apart() -> None:
-    switch = DraftSwitch(TOKENS, MOST)
+    switch = MeasuredDraftSwitch(TOKENS, MOST)
     engine = Engine(switch, slow)
     engine.run(3 * TRIAL_STEPS, num_requests=40)
     assert switch.lookup[33:65] == [0] * 32
@@ -69,7 +73,7 @@ def test_each_power_of_two_of_requests_is_judged_apart() -> None:
 
 
 def test_time_between_steps_that_do_not_follow_each_other_does_not_count() -> None:
-    switch = DraftSwitch(TOKENS, MOST)
+    switch = MeasuredDraftSwitch(TOKENS, MOST)
     engine = Engine(switch, fast)
     engine.run(TRIAL_STEPS // 2)
     switch.pause()
@@ -100,7 +104,7 @@ def test_steps_that_stall_do_not_turn_the_decision(
             stalls.get(num_steps[drafts], 1.0) if drafts is stalled else 1.0
         )
 
-    engine = Engine(DraftSwitch(TOKENS, MOST), step)
+    engine = Engine(MeasuredDraftSwitch(TOKENS, MOST), step)
     engine.run(2 * TRIAL_STEPS + 4)
     assert engine.run(FIRST_KEPT // 2) == [stalled] * (FIRST_KEPT // 2)
 
@@ -113,6 +117,6 @@ def test_a_way_that_stalls_again_and_again_loses() -> None:
         num_steps += 1
         return (88, 0.1 if num_steps % 3 == 0 else 0.01) if drafts else (80, 0.01)
 
-    engine = Engine(DraftSwitch(TOKENS, MOST), step)
+    engine = Engine(MeasuredDraftSwitch(TOKENS, MOST), step)
     engine.run(2 * TRIAL_STEPS + 4)
     assert not any(engine.run(FIRST_KEPT // 2))

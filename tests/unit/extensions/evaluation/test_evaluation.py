@@ -21,7 +21,7 @@ from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import environment_specs
-from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
+from slipstream.learner.controller.trajectories.formed_batch import FormedBatch, Trained
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 from support.rigs.lease_rig import books_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from slipstream.client.run_folder import write_config
 from slipstream.core.errors import ConfigError
-from slipstream.extensions.rollouts.export import (
+from slipstream.extensions.rollouts.export_rollouts import (
     RolloutSelection,
     export_rollouts,
     main,

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slipstream.client.launch.findings import Scene, Verdict
 from slipstream.client.launch.fit import needs_of
 from slipstream.client.launch.placement import Share
+from slipstream.client.launch.scene import Scene, Verdict
 from slipstream.core import extension
 from slipstream.core.configuration.replayed_settings import comparison_problems
 from slipstream.core.errors import ConfigError

@@ -15,7 +15,7 @@ from slipstream.extensions.stored_weights import trainer as version_writer
 from slipstream.extensions.stored_weights.server import StoredWeights
 from slipstream.extensions.stored_weights.storage import Storage
 from slipstream.extensions.stored_weights.trainer import RankObjects, StorageWriter
-from slipstream.learner.trainer.weights.publish import Published
+from slipstream.learner.trainer.weights.weight_publisher import Published
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import TensorSpec
 from slipstream.v1 import trainer_pb2, trajectory_pb2, weights_pb2

@@ -11,8 +11,11 @@ from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.group_sizes import GroupSizes
 from slipstream.core.types import GroupId, ServerId
 from slipstream.extensions.task_weights import controller
-from slipstream.extensions.task_weights.check import check_sampler, check_task_weights
 from slipstream.extensions.task_weights.controller import TaskWeighing
+from slipstream.extensions.task_weights.functions_check import (
+    check_sampler,
+    check_task_weights,
+)
 from slipstream.learner.algorithms.task_results import TaskResults, TaskSampler
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory

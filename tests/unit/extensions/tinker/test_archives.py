@@ -9,9 +9,9 @@ from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.extensions.tinker import archives
 from slipstream.extensions.tinker.archives import Archives
+from slipstream.extensions.tinker.operation_store import OperationStore
 from slipstream.extensions.tinker.owners import new_session, owner_of_key
-from slipstream.extensions.tinker.requests import Refused
-from slipstream.extensions.tinker.store import OperationStore
+from slipstream.extensions.tinker.request_fields import Refused
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
 from support.fakes.small_checkpoints import save_checkpoint

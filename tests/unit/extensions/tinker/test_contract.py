@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
-from slipstream.extensions.tinker import losses, operations
+from slipstream.extensions.tinker import operations, requested_passes
 from slipstream.extensions.tinker import wire_pb2 as wire
 from slipstream.extensions.tinker.contract import (
     LOSS_INPUTS,
@@ -18,7 +18,7 @@ from slipstream.extensions.tinker.contract import (
     Use,
     checked,
 )
-from slipstream.extensions.tinker.requests import Refused
+from slipstream.extensions.tinker.request_fields import Refused
 from slipstream.v1 import operations_pb2 as pb
 
 MODEL = "s1:train:0"
@@ -220,19 +220,21 @@ def test_the_wire_has_each_field_of_the_messages() -> None:
 def test_each_input_of_a_loss_is_read_by_one_or_refused() -> None:
     read = {name for name, field in LOSS_INPUTS.items() if field.use is Use.READ}
     inputs: set[str] = set()
-    for loss in losses.LOSSES.values():
+    for loss in requested_passes.LOSSES.values():
         inputs |= {*loss.inputs, *loss.optional}
     assert read == inputs
 
 
-@pytest.mark.parametrize("loss_fn", losses.LOSSES)
+@pytest.mark.parametrize("loss_fn", requested_passes.LOSSES)
 def test_each_setting_of_a_loss_has_its_range_and_its_default(loss_fn: str) -> None:
     def arguments(**config: float) -> dict[str, object]:
         request = wire.ForwardBackwardRequest(model_id=MODEL, seq_id=1, loss_fn=loss_fn)
         request.loss_fn_config.update(config)
-        return json.loads(losses.forward_backward(request).compute.loss_args_json)
+        return json.loads(
+            requested_passes.forward_backward(request).compute.loss_args_json
+        )
 
-    for name, setting in losses.LOSSES[loss_fn].settings.items():
+    for name, setting in requested_passes.LOSSES[loss_fn].settings.items():
         assert arguments(**{name: setting.default}) == arguments()
         for bound in (setting.lowest, setting.highest):
             assert np.isfinite(arguments(**{name: bound})[setting.argument])

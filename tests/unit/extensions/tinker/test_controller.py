@@ -15,17 +15,20 @@ import numpy as np
 import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import PolicyVersion, ServerId, Status, VersionSpan
-from slipstream.extensions.tinker import models, results, service
+from slipstream.extensions.tinker import models, operation_results, service
 from slipstream.extensions.tinker.controller import Operations
 from slipstream.extensions.tinker.models import Entry, Named
-from slipstream.extensions.tinker.results import MIN_KEPT
+from slipstream.extensions.tinker.operation_results import MIN_KEPT
 from slipstream.learner.controller.loop import BatchFormer
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.records.recorded_steps import RecordedBatch
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.trajectories.batch import FormedBatch, SetAside
+from slipstream.learner.controller.trajectories.formed_batch import (
+    FormedBatch,
+    SetAside,
+)
 from slipstream.v1 import fleet_pb2, trainer_pb2
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1.operations_pb2 import Operation
@@ -519,7 +522,7 @@ async def test_what_went_with_the_step_of_very_many_passes_is_not_written_again(
 async def test_operations_stay_as_long_as_their_names_are_known(
     in_memory, monkeypatch
 ) -> None:
-    monkeypatch.setattr(results, "MIN_KEPT", 4)
+    monkeypatch.setattr(operation_results, "MIN_KEPT", 4)
     async with writing(in_memory) as loop:
         client = Client(loop)
         await client.order(begin=pb.Begin())
@@ -649,7 +652,7 @@ async def sampled(loop: Loop, names: Sequence[str], told: Sequence[str] = ()) ->
 async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(results, "MIN_KEPT", 2)
+    monkeypatch.setattr(operation_results, "MIN_KEPT", 2)
     names = [str(number) for number in range(40)]
     async with writing(tmp_path) as loop:
 
@@ -671,7 +674,7 @@ async def test_samples_go_once_told_and_the_oldest_untold_ones_at_last(
         await sample(names[20:30], told=names[7:20])
         assert {*names[:7], "28", "29"} <= loop.entries.keys()
         assert not {*names[7:20]} & loop.entries.keys()
-        monkeypatch.setattr(results, "MAX_UNTOLD", 3)
+        monkeypatch.setattr(operation_results, "MAX_UNTOLD", 3)
         await sample(names[30:])
         # The first is under way; of the others the newest stay.
         assert {"0", *names[36:]} <= loop.entries.keys()
@@ -829,7 +832,7 @@ async def test_replies_that_became_too_stale_under_way_are_sampled_anew_or_refus
 async def test_a_model_that_rests_goes_on_after_a_restart_however_much_others_did(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(results, "MIN_KEPT", 2)
+    monkeypatch.setattr(operation_results, "MIN_KEPT", 2)
     with opened(tmp_path, lora=TWO) as loop:
         loop.history.checkpoint = loop.history.checkpoint._replace(step=9)
         operations_of_s = [

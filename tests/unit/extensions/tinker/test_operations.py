@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.settings.config import Config
-from slipstream.extensions.tinker import losses, operations
+from slipstream.extensions.tinker import operations, requested_passes
 from slipstream.extensions.tinker import wire_pb2 as wire
-from slipstream.extensions.tinker.requests import Refused
+from slipstream.extensions.tinker.request_fields import Refused
 from slipstream.v1 import operations_pb2 as pb
 from slipstream.v1 import trainer_pb2
 
@@ -68,7 +68,7 @@ def config_of(**tables: dict) -> Config:
 
 def test_forward_backward_is_a_pass_with_the_sdks_number_as_its_identity() -> None:
     request = wire.ForwardBackwardRequest.FromString(SENT)
-    operation = losses.forward_backward(request)
+    operation = requested_passes.forward_backward(request)
     assert (operation.stream, operation.number) == ("s1:train:0", 3)
     assert operation.id == operation.compute.id == "s1:train:0:3:forward_backward"
     assert operation.compute.backward
@@ -85,7 +85,7 @@ def test_forward_backward_is_a_pass_with_the_sdks_number_as_its_identity() -> No
     )
     # Forward alone leaves no gradient.
     request.forward_only = True
-    assert not losses.forward_backward(request).compute.backward
+    assert not requested_passes.forward_backward(request).compute.backward
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,9 @@ def test_ratios_without_thresholds_are_clipped_as_tinkers_pages_say(
     request.loss_fn = loss
     request.ClearField("loss_fn_config")
     request.ClearField("loss_fn_config_v2")
-    arguments = json.loads(losses.forward_backward(request).compute.loss_args_json)
+    arguments = json.loads(
+        requested_passes.forward_backward(request).compute.loss_args_json
+    )
     assert arguments["clip_low"] == pytest.approx(1.0 - low)
     assert arguments["clip_high"] == pytest.approx(high - 1.0)
 
@@ -110,7 +112,7 @@ def test_gspo_takes_the_tokens_of_its_ratio() -> None:
     inputs = request.data[0].loss_fn_inputs
     inputs["sequence_ratio_mask"].CopyFrom(inputs["advantages"])
     inputs["sequence_ratio_mask"].dense = floats(0, 1, 1)
-    (sequence,) = losses.forward_backward(request).compute.sequences
+    (sequence,) = requested_passes.forward_backward(request).compute.sequences
     assert sequence.ratio_mask == b"\x00\x01\x01"
 
 
@@ -119,11 +121,11 @@ def test_an_unpublished_loss_is_computed_as_its_client_says(caplog) -> None:
     request.loss_fn = "stable_reinforce"
     request.loss_fn_config_v2["fallback"].text = "ppo"
     request.data[0].loss_fn_input_spans.append(b"")
-    assert losses.forward_backward(request).compute.loss == "ppo"
+    assert requested_passes.forward_backward(request).compute.loss == "ppo"
     assert "loss_fn stable_reinforce is computed as ppo" in caplog.text
     request.loss_fn_config_v2["fallback"].text = "other"
     with pytest.raises(Refused, match="its formula is not published"):
-        losses.forward_backward(request)
+        requested_passes.forward_backward(request)
 
 
 def test_the_digest_of_an_operation_is_of_its_content() -> None:
@@ -410,7 +412,7 @@ def text(value: str) -> wire.LossConfigValue:
 )
 def test_a_pass_that_cannot_be_is_refused_in_one_line(change: dict, cause: str) -> None:
     with pytest.raises(Refused) as error:
-        losses.forward_backward(spoiled(**change))
+        requested_passes.forward_backward(spoiled(**change))
     assert cause in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.extensions.tinker import sample_stream
-from slipstream.extensions.tinker.requests import Refused
+from slipstream.extensions.tinker.request_fields import Refused
 from slipstream.extensions.tinker.sample_stream import SampleStream
 from slipstream.v1 import operations_pb2 as pb
 

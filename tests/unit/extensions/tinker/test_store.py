@@ -5,7 +5,10 @@ from pathlib import Path
 import pytest
 from google.protobuf.message import Message
 from slipstream.core.errors import ProtocolError
-from slipstream.extensions.tinker.store import OperationStore, StoredOperations
+from slipstream.extensions.tinker.operation_store import (
+    OperationStore,
+    StoredOperations,
+)
 from slipstream.v1 import operations_pb2 as pb
 
 # Field 1999, of no message here, with the number 7.

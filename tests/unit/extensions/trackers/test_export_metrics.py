@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.errors import ConfigError
-from slipstream.extensions.trackers.export import send, write_table
+from slipstream.extensions.trackers.export_metrics import send, write_table
 from support.fakes.small_configs import small_config
 
 STEP = {

@@ -2,7 +2,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from slipstream.learner.algorithms import functions
+from slipstream.learner.algorithms import advantages
 from slipstream.learner.algorithms.advantages import (
     dr_grpo,
     grpo,
@@ -32,7 +32,7 @@ def scored(
 
 
 def token_advantages(episodes, settings):
-    return functions.token_advantages(settings, episodes, where="a test")
+    return advantages.token_advantages(settings, episodes, where="a test")
 
 
 @pytest.mark.parametrize(

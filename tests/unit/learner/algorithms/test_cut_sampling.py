@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.core.errors import ConfigError
-from slipstream.learner.algorithms.check import check_functions
+from slipstream.learner.algorithms.functions_check import check_functions
 from support.fakes.small_configs import config_with
 
 # Images are sampled with cuts that are not replayed.

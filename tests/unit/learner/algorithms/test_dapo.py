@@ -9,7 +9,7 @@ import pytest
 from slipstream.core.settings.config import Config
 from slipstream.core.types import GroupId, Trajectory
 from slipstream.learner.algorithms.functions import is_trained, shaped_rewards
-from slipstream.learner.controller.trajectories.batch import equal_rewards
+from slipstream.learner.controller.trajectories.formed_batch import equal_rewards
 from slipstream.learner.trainer.algorithms.loss import training_sequences
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes.fake_trajectories import make_trajectory

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.function_table import ADVANTAGES
+from slipstream.learner.algorithms.advantages import token_advantages
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, Turn
-from slipstream.learner.algorithms.functions import token_advantages
 from support.fakes.packed import algorithm
 
 DOCS = Path(__file__).parents[4] / "docs"

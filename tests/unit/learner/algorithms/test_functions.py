@@ -14,6 +14,7 @@ from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.function_table import FUNCTIONS
 from slipstream.core.types import Branch, Status, Trajectory
+from slipstream.learner.algorithms.advantages import token_advantages
 from slipstream.learner.algorithms.columns import Reduce
 from slipstream.learner.algorithms.episodes import RewardedEpisode, ScoredEpisode
 from slipstream.learner.algorithms.filters import unequal_rewards
@@ -25,7 +26,6 @@ from slipstream.learner.algorithms.functions import (
     load_functions,
     rewarded,
     shaped_rewards,
-    token_advantages,
     used_functions,
 )
 from slipstream.learner.algorithms.losses import step_columns

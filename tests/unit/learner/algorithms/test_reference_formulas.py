@@ -8,17 +8,14 @@ import pytest
 import torch
 from pydantic import JsonValue
 from slipstream.core.settings.function_table import FUNCTIONS, FunctionKind
+from slipstream.learner.algorithms.advantages import token_advantages
 from slipstream.learner.algorithms.episodes import (
     FloatArray,
     RewardedEpisode,
     ScoredEpisode,
     Turn,
 )
-from slipstream.learner.algorithms.functions import (
-    filtered,
-    rewarded,
-    token_advantages,
-)
+from slipstream.learner.algorithms.functions import filtered, rewarded
 from support.fakes.packed import algorithm, loss_inputs, terms_of, weights_of
 from support.references.plain_algorithm import (
     ADVANTAGES,

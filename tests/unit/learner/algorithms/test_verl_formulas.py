@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from slipstream.learner.algorithms.advantages import token_advantages
 from slipstream.learner.algorithms.episodes import ScoredEpisode
-from slipstream.learner.algorithms.functions import token_advantages
 from slipstream.learner.algorithms.inputs import LossInputs
 from slipstream.learner.algorithms.losses import kl_estimate
-from slipstream.learner.trainer.algorithms.loss_weights import loss_weights
+from slipstream.learner.trainer.algorithms.loss import loss_weights
 from support.fakes.packed import algorithm, loss_inputs, terms_of, weights_of
 from support.references.verl_formulas import ActorConfig, core_algos, rollout_correction
 from torch import Tensor

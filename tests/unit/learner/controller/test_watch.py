@@ -15,7 +15,7 @@ from slipstream.learner.controller.events import EventLog
 from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.journal import Journal, read_records
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.learner.controller.watch import CANCEL_LIMIT_S, LeaseWatch, RunWatch
@@ -36,7 +36,7 @@ class Watched:
     watching: asyncio.Task[None]
 
     @classmethod
-    async def start(cls, run: Run, tasks: asyncio.TaskGroup) -> Watched:
+    async def start(cls, run: ControlledRun, tasks: asyncio.TaskGroup) -> Watched:
         scene = Scene(run, tasks)
         await scene.serve()
         books = books_of(run, fleet=scene.fleet, journal=SoundJournal())

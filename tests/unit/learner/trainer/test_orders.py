@@ -1,7 +1,6 @@
 import pytest
 from slipstream.core.errors import ProtocolError
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.batch_stream import read_order
+from slipstream.learner.trainer.batches.batch import Batch, read_order
 from slipstream.protocol.codec import trajectory_to_pb
 from slipstream.v1 import trainer_pb2 as pb
 from support.fakes.fake_controller import (

@@ -17,8 +17,7 @@ from slipstream.core.errors import (
 )
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.trainer.__main__ import exit_code
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.batch_stream import Order
+from slipstream.learner.trainer.batches.batch import Batch, Order
 from slipstream.learner.trainer.ranks.activity import Activity
 from slipstream.learner.trainer.train import StartAgain, Trainer
 from slipstream.v1 import trainer_pb2, weights_pb2

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from slipstream.core.models.vision import PlacedImage
+from slipstream.core.models.images import PlacedImage
 from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.rollout_server.agents.call_records import (
     NOT_COMPARED,

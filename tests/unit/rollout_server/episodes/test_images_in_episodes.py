@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from slipstream.client.environment import Environment, Message, ResetResult, StepResult
-from slipstream.core.models.vision import PlacedImage, image_tokens
+from slipstream.core.models.images import PlacedImage, image_tokens
 from slipstream.core.types import FailureKind, ImagePlace
 from slipstream.rollout_server.chat import NO_INPUTS, ChatMessage
 from slipstream.rollout_server.episodes.environment_talk import History

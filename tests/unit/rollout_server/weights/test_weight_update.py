@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from slipstream.core.errors import WeightSyncError
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
+from slipstream.rollout_server import weight_orders
 from slipstream.rollout_server.engine_interface import EngineDied
-from slipstream.rollout_server.weights import weight_update
-from slipstream.rollout_server.weights.weight_update import WeightUpdate
+from slipstream.rollout_server.weight_orders import WeightUpdate
 from slipstream.v1 import weights_pb2
 
 LAYOUT = layout_to_pb([TensorSpec("a", "bfloat16", (4,))], bucket_bytes=1024)
@@ -318,7 +318,7 @@ async def test_workers_that_do_not_answer_are_taken_for_dead(
             await asyncio.Event().wait()
         return await engine.ask(method, arguments)
 
-    monkeypatch.setattr(weight_update, "_LOAD_LIMIT_S", 0.01)
+    monkeypatch.setattr(weight_orders, "_LOAD_LIMIT_S", 0.01)
     engine.update._call_all = ask
     soon = order(
         "p2", bucket_deadline_s=0.01, join_deadline_s=0.01, new_communicator=True

@@ -26,7 +26,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.ledger import AccountedReceiver, TokenLedger
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.run import Run, Stopwatch
+from slipstream.learner.controller.run import ControlledRun, Stopwatch
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerKey, ServerSession
 from slipstream.learner.controller.tasks import EnvironmentBook
@@ -89,7 +89,7 @@ MAX_GRANTS_IN_A_PASS = 64
 class Scheduler:
     """Leases groups to all serving servers, as far as staleness and the queue allow."""
 
-    def __init__(self, run: Run, books: Books, abandon: Callable[[Group], None]) -> None:
+    def __init__(self, run: ControlledRun, books: Books, abandon: Callable[[Group], None]) -> None:
         self._run = run
         self._progress = run.progress
         self._config = run.config

@@ -32,7 +32,7 @@ from slipstream.learner.controller.publishing.receivers import (
     choose_for,
 )
 from slipstream.learner.controller.publishing.totals import PublishTotals, check_probe
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import (
     JOINING,
@@ -68,7 +68,7 @@ class Publisher(Part):
     def __init__(
         self,
         fleet: Fleet,
-        run: Run,
+        run: ControlledRun,
         tasks: asyncio.TaskGroup,
     ) -> None:
         self._fleet = fleet

@@ -16,7 +16,7 @@ from functools import partial
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.types import ServerId
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import STALE, ServerKey, ServerSession
 from slipstream.protocol.weights.transports import choose_transport
@@ -43,7 +43,7 @@ def retry_wait_s(num_failed: int) -> float:
 class Failures:
     """Counts the failed publishes of each server, over all of its epochs, and acts on them."""
 
-    def __init__(self, fleet: Fleet, run: Run) -> None:
+    def __init__(self, fleet: Fleet, run: ControlledRun) -> None:
         self._fleet = fleet
         self._run = run
         # Failures in a row: the first counts since any server served last, the second since that
@@ -206,7 +206,7 @@ class PublishQuestions:
     Without an answer within `join_deadline_s` the controller ends the server's stream.
     """
 
-    def __init__(self, run: Run, tasks: asyncio.TaskGroup, failures: Failures) -> None:
+    def __init__(self, run: ControlledRun, tasks: asyncio.TaskGroup, failures: Failures) -> None:
         self._run = run
         self._settings = run.config.weights
         self._tasks = tasks
@@ -302,7 +302,9 @@ class PublishQuestions:
             del self._asked[question.session.key]
 
 
-def choose_for(run: Run, places: Mapping[str, weights_pb2.Place]) -> tuple[str, list[str]]:
+def choose_for(
+    run: ControlledRun, places: Mapping[str, weights_pb2.Place]
+) -> tuple[str, list[str]]:
     """Returns the transport for servers at `places`, and for each the reason why it is left out.
 
     A server with the reason "" takes part. The transport is "" if no server takes part.
@@ -328,7 +330,7 @@ def choose_for(run: Run, places: Mapping[str, weights_pb2.Place]) -> tuple[str, 
     return transport, problems
 
 
-def misfit(run: Run, hello: fleet_pb2.ServerHello) -> str:
+def misfit(run: ControlledRun, hello: fleet_pb2.ServerHello) -> str:
     """Returns why a server can never get weights, or "" if it can.
 
     Also returns "" if no trainer has registered yet, unless only one side uses storage.

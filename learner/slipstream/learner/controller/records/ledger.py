@@ -19,7 +19,7 @@ from slipstream.learner.controller.records.history import RunHistory, SeenIds
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import ServerGaps, ServerTokens, TrajectoryEnd
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.queue.base import (
@@ -310,7 +310,11 @@ class AccountedReceiver:
 
 
 async def open_receiver(
-    stack: AsyncExitStack, server: grpc.aio.Server, journal: Journal, history: RunHistory, run: Run
+    stack: AsyncExitStack,
+    server: grpc.aio.Server,
+    journal: Journal,
+    history: RunHistory,
+    run: ControlledRun,
 ) -> TrajectoryReceiver:
     """Opens and returns the receiver of trajectories for `queue.kind`, which `stack` closes."""
     queue = queues()[run.config.queue.kind]
@@ -321,7 +325,7 @@ async def open_receiver(
 
 @asynccontextmanager
 async def grpc_receiver(
-    run: Run,
+    run: ControlledRun,
     server: grpc.aio.Server,
     _journal: Journal,
     _history: RunHistory,

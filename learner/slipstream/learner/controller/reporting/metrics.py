@@ -45,7 +45,7 @@ from slipstream.learner.controller.reporting.trackers import (
     read_rows,
     write_result,
 )
-from slipstream.learner.controller.trajectories.batch import (
+from slipstream.learner.controller.trajectories.formed_batch import (
     FormedBatch,
     batch_statistics,
     environment_means,

@@ -198,7 +198,7 @@ log = logging.getLogger(__name__)
 Lines: TypeAlias = Sequence[Mapping[str, Any]]
 
 
-class Tracker(Protocol):
+class RunTracker(Protocol):
     """A tracking service that logs one run. One thread calls it, and calls may block.
 
     An error ends this tracker, never the run.
@@ -215,9 +215,9 @@ class Tracker(Protocol):
 
 
 # A call of a tracker.
-_Entry: TypeAlias = Callable[[Tracker], None]
+_Entry: TypeAlias = Callable[[RunTracker], None]
 # Opens a tracker; raises the errors of the tracker's package.
-OpenTracker: TypeAlias = Callable[[], Tracker]
+OpenTracker: TypeAlias = Callable[[], RunTracker]
 
 
 class Trackers:
@@ -339,8 +339,8 @@ def open_trackers(config: Config, folder: Path, complain: Tell) -> Trackers:
     """
     ids = RunIds(folder, complain)
 
-    def open_(name: str) -> Tracker:
-        tracker: Tracker = tracker_named(name).load()(config, folder, ids)
+    def open_(name: str) -> RunTracker:
+        tracker: RunTracker = tracker_named(name).load()(config, folder, ids)
         return tracker
 
     names = config.tracking.trackers

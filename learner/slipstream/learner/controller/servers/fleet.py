@@ -10,7 +10,7 @@ from functools import partial
 
 from slipstream.core.extension import queues
 from slipstream.core.types import PolicyVersion, ServerId
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import (
     DEAD,
@@ -68,7 +68,7 @@ class Fleet:
     server that joins again replaces its older session.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ControlledRun) -> None:
         self._run = run
         self._progress = run.progress
         self.clock = run.clock

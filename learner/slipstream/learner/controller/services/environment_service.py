@@ -25,7 +25,7 @@ from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import CallContext, ServerSession
 from slipstream.learner.controller.tasks import EnvironmentEntry, Relay, first_message
 from slipstream.learner.controller.trajectories.intake import Intake
@@ -48,7 +48,7 @@ MIN_WEIGHT = 1e-6
 class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer):
     """Adds the configured environments, and others that clients or an earlier start have added."""
 
-    def __init__(self, run: Run, books: Books, intake: Intake) -> None:
+    def __init__(self, run: ControlledRun, books: Books, intake: Intake) -> None:
         self._run = run
         self._progress = run.progress
         self._environments = books.environments

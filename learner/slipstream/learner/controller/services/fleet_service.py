@@ -20,7 +20,7 @@ from slipstream.core.types import ServerId
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.publishing.receivers import misfit
 from slipstream.learner.controller.reporting.metrics import RunRecorder
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import (
     CallContext,
@@ -87,7 +87,7 @@ def without_effect(settings: str, algorithm: AlgorithmSection) -> str:
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """Serves rollout servers: their streams, and their calls to environments of clients."""
 
-    def __init__(self, fleet: Fleet, run: Run, relay: Relay) -> None:
+    def __init__(self, fleet: Fleet, run: ControlledRun, relay: Relay) -> None:
         self._fleet = fleet
         self._relay = relay
         self._run = run
@@ -262,7 +262,9 @@ def _impossible(hello: fleet_pb2.ServerHello) -> str:
 class StatusServicer(status_pb2_grpc.StatusServiceServicer):
     """Reports the state of the run; only `StopRun` and `DrainServer` change it."""
 
-    def __init__(self, run: Run, books: Books, scheduler: Scheduler, recorder: RunRecorder) -> None:
+    def __init__(
+        self, run: ControlledRun, books: Books, scheduler: Scheduler, recorder: RunRecorder
+    ) -> None:
         self._run = run
         self._progress = run.progress
         self._book = books.leases

@@ -1,8 +1,8 @@
-"""The controller's service for the trainer: decides what it does next, and takes its reports.
+"""The controller's service for the trainer: hands orders and batches out, and takes its reports.
 
-Consumes: complete groups, servers that need weights, the trainer's reports. Produces: orders and
-batches on the wire, versions of the run. Waits for: a batch, a server, engines that come to rest,
-the disk, the end. Unblocked by: the run's signal, or the limit of the call.
+Consumes: orders of `loop`, the trainer's reports. Produces: orders and batches on the wire,
+versions of the run. Waits for: an order, the disk, the end. Unblocked by: the run's signal, or the
+limit of the call.
 
 A run has one trainer at a time, which holds its place by the stream of `KeepPlace`.
 """
@@ -12,27 +12,26 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import NoReturn
 
 import grpc
 from slipstream.core.errors import ProtocolError, RunFailed
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.controller.events import GATHER_S
-from slipstream.learner.controller.leasing.groups import Group
 from slipstream.learner.controller.leasing.leases import LeaseBook
-from slipstream.learner.controller.loop import BatchFormer
+from slipstream.learner.controller.loop import BatchFormer, TrainerOrders
 from slipstream.learner.controller.part import Part
 from slipstream.learner.controller.publishing.publish import Publisher
 from slipstream.learner.controller.records.history import REMEDY
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import CallContext
-from slipstream.learner.controller.trajectories.batch import FormedBatch, chunks
+from slipstream.learner.controller.trajectories.formed_batch import FormedBatch, chunks
 from slipstream.protocol.checkpoints import complete_steps
 from slipstream.protocol.codec import TRAINER_EPOCH, version_from_pb, version_to_pb
 from slipstream.protocol.rich_errors import Reason, abort
-from slipstream.v1 import status_pb2, trainer_pb2_grpc
 from slipstream.v1 import trainer_pb2 as pb
+from slipstream.v1 import trainer_pb2_grpc
 
 # Seconds within which a registered trainer must open the stream that keeps its place.
 RESERVED_S = 10.0
@@ -54,7 +53,7 @@ class TrainerPlace:
     place.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: ControlledRun) -> None:
         self._run = run
         self._progress = run.progress
         # Secret number of the trainer that registered last. 0 before any has registered.
@@ -137,7 +136,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     def __init__(
         self,
-        run: Run,
+        run: ControlledRun,
         book: LeaseBook,
         former: BatchFormer,
         publisher: Publisher,
@@ -145,18 +144,19 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> None:
         self._run = run
         self._progress = run.progress
-        self._book = book
         self._former = former
         self._publisher = publisher
         self._parts = parts
-        # Version of the trainer's weights; after a restart it may be older than the run's version.
-        self._trainer_version = run.progress.version
-        # Set when the trainer leaves on purpose.
-        self.goodbye: pb.TrainerGoodbye | None = None
+        self.orders = TrainerOrders(run, book, former, publisher, parts)
         self.place = TrainerPlace(run)
         self._lock = asyncio.Lock()
         # When the trainer got its batch, by the monotonic clock.
         self._given_s: float | None = None
+
+    @property
+    def goodbye(self) -> pb.TrainerGoodbye | None:
+        """The last message of a trainer that has left on purpose."""
+        return self.orders.goodbye
 
     async def Register(self, request: pb.TrainerHello, context: CallContext) -> pb.TrainerWelcome:  # noqa: N802
         """Registers a trainer if the place is free; the trainer repeats the steps it has lost."""
@@ -164,7 +164,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, claim, Reason.PROTOCOL)
         version = version_from_pb(request.version)
         problem = ""
-        if self._progress.is_over and not self._is_stopping:
+        if self._progress.is_over and not self.orders.is_stopping:
             problem = "the run is over"
         elif version.step > self._progress.version.step:
             problem = f"the run is at version {self._progress.version}"
@@ -187,10 +187,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._publisher.trainer_joined(max(1, request.num_senders))
         self._former.trainer_joined()
         digest = request.weight_digest.hex()
-        self._trainer_version = run_version = self._former.identify(version, digest)
+        self.orders.trainer_version = run_version = self._former.identify(version, digest)
         behind = self._progress.version.step - version.step
         if behind == 0:
-            self._progress.reached(self._trainer_version)
+            self._progress.reached(self.orders.trainer_version)
         else:
             self._run.events.add(
                 f"the trainer resumes from version {version.step}; {behind} steps are trained again"
@@ -227,7 +227,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         limit_s = min(NEXT_LIMIT_S, (context.time_remaining() or NEXT_LIMIT_S) / 2)
         # An earlier call whose connection the trainer lost may still wait at the same time.
         async with self._lock:
-            order = await self._next_order(request, context, limit_s)
+            order = await self.orders.next(request, limit_s, partial(self.place.check, context))
         if not isinstance(order, FormedBatch):
             yield order
             return
@@ -239,81 +239,10 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         while (chunk := await asyncio.to_thread(next, parts, None)) is not None:
             yield pb.Directive(chunk=chunk)
 
-    async def _next_order(
-        self, request: pb.NextRequest, context: CallContext, limit_s: float
-    ) -> pb.Directive | bytes | FormedBatch:
-        """Returns the first order within `limit_s`, or one to ask again."""
-        until_s = time.monotonic() + limit_s
-        # Operations of a client come one by one, and each is worth an answer of its own.
-        gather_s = 0.0 if self._run.config.controller.client_loop else GATHER_S
-        while True:
-            await self.place.check(context)
-            try:
-                order = await self._order(request)
-            except (ProtocolError, RunFailed) as failure:
-                self._progress.fail(str(failure))
-                continue
-            if order is not None:
-                return order
-            remaining_s = until_s - time.monotonic()
-            if remaining_s <= 0:
-                return pb.Directive(wait=pb.WaitOrder())
-            # A server that is to be retried becomes due without a signal.
-            await self._run.signal.changes(min(remaining_s, 0.25), gather_s=gather_s)
-
-    async def _order(self, request: pb.NextRequest) -> pb.Directive | bytes | FormedBatch | None:
-        """Returns the next order, or None if there is none yet and the run waits for something.
-
-        Raises ProtocolError or RunFailed if the run cannot continue.
-        """
-        progress = self._progress
-        is_behind = self._trainer_version.step < self._book.step
-        if is_behind and (not progress.is_over or self._is_stopping):
-            # The trainer restarted from a checkpoint, or an answer was lost.
-            return await self._former.recorded(self._trainer_version.step)
-        if progress.is_over:
-            for part in self._parts:
-                await part.before_stop()
-            reason = progress.cause or "the run is over"
-            # The controller of a failed run does not wait for an export, which could be cut off.
-            stop = pb.StopOrder(reason=reason, without_model=progress.has_failed)
-            return pb.Directive(stop=stop)
-        publish = await self._publisher.prepare(request)
-        receivers = (
-            () if publish is None else [receiver.server_id for receiver in publish.receivers]
-        )
-        for part in self._parts:
-            part.trainer_asks(receivers)
-        if publish is not None:
-            return pb.Directive(publish=publish)
-        for part in self._parts:
-            if (order := part.order(request)) is not None:
-                return order
-        if not progress.all_steps_done:
-            next_step = None
-            for part in self._parts:
-                next_step = next_step or part.next_step()
-            batch = await self._former.form(next_step)
-            if batch is not None:
-                progress.waits_for(f"the trainer to make version {batch.version}")
-                progress.moved()
-                # The servers can answer while the trainer makes the version.
-                version = progress.version
-                self._publisher.ask_ahead(PolicyVersion(version.incarnation, batch.version))
-                return batch
-            waits = filter(None, (part.waits_for() for part in self._parts))
-            progress.waits_for(next(waits, "") or _batch_wait(self._book, self._former.awaited))
-            return None
-        if all(part.is_done() for part in self._parts):
-            progress.complete()
-        else:
-            progress.waits_for("the last evaluation")
-        return None
-
     async def ReportStep(self, request: pb.StepReport, context: CallContext) -> pb.StepReceipt:  # noqa: N802
         """Handles the report of a new version; a repeated report gets the same answer again."""
         await self.place.check(context)
-        await self._former.take_up(request, self._trainer_version)
+        await self._former.take_up(request, self.orders.trainer_version)
         try:
             answered = self._former.answered(request)
         except ProtocolError as error:
@@ -323,7 +252,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
             await self._former.durable()
             return pb.StepReceipt(version=version_to_pb(answered))
         trained = self._former.trained(request)
-        self._trainer_version = trained.version
+        self.orders.trainer_version = trained.version
         if not self._progress.is_over:
             # The trainer will ask for its next batch after this answer.
             self._progress.waits_for("the trainer to ask for its next batch")
@@ -421,7 +350,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
 
     async def _set_aside(self, request: pb.TrainerFailure, context: CallContext) -> bool:
         """Sets the trainer's batch aside; returns whether the trainer may take another batch."""
-        await self._former.take_up(request.data, self._trainer_version)
+        await self._former.take_up(request.data, self.orders.trainer_version)
         most_in_a_row = self._run.config.controller.max_set_aside_batches
         try:
             set_aside = self._former.set_aside(
@@ -466,7 +395,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         SIGTERM, and nobody restarts it.
         """
         await self.place.check(context)
-        self.goodbye = request
+        self.orders.goodbye = request
         if self._progress.all_steps_done and request.export_path and not self._progress.is_over:
             # An earlier controller had ordered the trainer to stop.
             self._progress.complete()
@@ -481,12 +410,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
         self._run.signal.notify()
         return pb.TrainerGoodbyeReceipt()
 
-    @property
-    def _is_stopping(self) -> bool:
-        """Whether the run is stopping and a trainer, even a restarted one, must save and export."""
-        stopping = self._progress.state == status_pb2.RUN_STATE_STOPPING
-        return stopping and self._progress.has_trainer and self.goodbye is None
-
 
 async def _refuse(
     context: CallContext,
@@ -497,36 +420,6 @@ async def _refuse(
     """Ends the registration of a trainer of `version`, which cannot go on for this `problem`."""
     text = f"{problem}; a trainer of version {version} cannot go on"
     await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text, reason)
-
-
-def _batch_wait(book: LeaseBook, awaited: Sequence[Group]) -> str:
-    """Returns the groups for which the next batch waits, as a text for users.
-
-    `awaited` are those of which environments have too few for their shares.
-    """
-    if awaited:
-        names = ", ".join(sorted({group.environment for group in awaited}))
-        return (
-            f"{len(awaited)} groups of {names}, which belong to the shares of step {book.step + 1}"
-        )
-    due = book.due()
-    if due:
-        members = sum(len(group.missing) for group in due)
-        return (
-            f"{members} episodes that step {book.step + 1} cannot leave for later, "
-            f"the first of group {due[0].group_id}"
-        )
-    training = book.training_groups()
-    if not training:
-        return (
-            "a rollout server that serves, with an environment that is loaded, of the settings or "
-            "of a client (slipstream submit)"
-        )
-    complete = sum(group.is_complete for group in training)
-    return (
-        f"groups for step {book.step + 1}: {complete} of "
-        f"{book.groups_per_step} are complete, {len(training)} are leased"
-    )
 
 
 def _impossible(hello: pb.TrainerHello) -> str:
@@ -542,7 +435,7 @@ def _impossible(hello: pb.TrainerHello) -> str:
     return ""
 
 
-async def await_goodbye(run: Run, trainer: TrainerServicer, *, silence_s: float) -> None:
+async def await_goodbye(run: ControlledRun, trainer: TrainerServicer, *, silence_s: float) -> None:
     """Waits until the trainer has said goodbye or the run has failed.
 
     The run fails if the trainer makes no call for `silence_s` seconds, or leaves without the model

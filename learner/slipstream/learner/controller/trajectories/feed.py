@@ -19,7 +19,7 @@ from slipstream.core.types import (
     Trajectory,
 )
 from slipstream.learner.controller.leasing.scheduler import Books
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.tasks import EnvironmentEntry
 
 # Metrics of verdicts that are above 0 where a judge could read an answer.
@@ -34,7 +34,7 @@ MOST_UNREADABLE = 0.5
 class Feed:
     """Counts by environment, and tells what is new."""
 
-    def __init__(self, run: Run, books: Books) -> None:
+    def __init__(self, run: ControlledRun, books: Books) -> None:
         self._run = run
         self._entries = books.environments.entries
         self._rules = environment_rules(run.config)

@@ -30,7 +30,7 @@ from slipstream.learner.controller.leasing.scheduler import Books
 from slipstream.learner.controller.records.history import RunHistory
 from slipstream.learner.controller.records.journal import Journal
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.server_epochs import ServerEpochs
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.protocol.codec import (
@@ -78,15 +78,13 @@ def read_claim(
     return server, tokens, message.will_retry
 
 
-def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
-    """Returns the reason why no episode of this run can have this size, or "" if one can."""
+def _branches_excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
+    """Returns the reason why no episode can have these branches, or "" if one can."""
     number = len(trajectory.branches)
-    max_branches = sampling.max_branches
-    if number > max_branches:
-        return f"it has {number} branches, sampling.max_branches is {max_branches}"
-    size = len(trajectory.token_ids)
+    if number > sampling.max_branches:
+        return f"it has {number} branches, sampling.max_branches is {sampling.max_branches}"
     max_tokens = sampling.max_episode_tokens
-    for place, part in enumerate(trajectory.sequences if number else (), 1):
+    for place, part in enumerate(trajectory.sequences, 1):
         branch_tokens = part.tokens.stop - part.tokens.start
         if branch_tokens > max_tokens:
             return (
@@ -95,10 +93,21 @@ def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
             )
         if trajectory.has_reward and part.sampled.start == part.sampled.stop:
             return f"branch {place} has no sampled token"
-    if number and size > sampling.total_tokens:
-        max_tokens = sampling.total_tokens
-        return f"its branches have {size} tokens, sampling.max_total_tokens is {max_tokens}"
-    if not number and size > max_tokens:
+    size = len(trajectory.token_ids)
+    total_tokens = sampling.total_tokens
+    if size > total_tokens:
+        return f"its branches have {size} tokens, sampling.max_total_tokens is {total_tokens}"
+    return ""
+
+
+def _excess(trajectory: Trajectory, sampling: SamplingSection) -> str:
+    """Returns the reason why no episode of this run can have this size, or "" if one can."""
+    size = len(trajectory.token_ids)
+    max_tokens = sampling.max_episode_tokens
+    if trajectory.branches:
+        if excess := _branches_excess(trajectory, sampling):
+            return excess
+    elif size > max_tokens:
         return f"it has {size} tokens, sampling.max_episode_tokens is {max_tokens}"
     if trajectory.teacher_prompt:
         read = len(trajectory.teacher_prompt) // 4 + size - sum(trajectory.run_lengths[:1])
@@ -229,7 +238,11 @@ class Inspector:
     """Decides which deliveries are new trajectories of this run; quarantines invalid deliveries."""
 
     def __init__(
-        self, run: Run, books: Books, *, run_again: Callable[[TrajectoryName, str, bool], None]
+        self,
+        run: ControlledRun,
+        books: Books,
+        *,
+        run_again: Callable[[TrajectoryName, str, bool], None],
     ) -> None:
         """Takes `run_again`, which is called for each quarantined episode.
 

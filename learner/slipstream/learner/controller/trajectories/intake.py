@@ -30,7 +30,7 @@ from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.history import RunHistory, group_number
 from slipstream.learner.controller.records.kinds import TrajectoryEnd
 from slipstream.learner.controller.records.state import FilteredGroup, is_solved
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.fleet import ServerListener
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.trajectories.feed import Feed
@@ -59,7 +59,7 @@ class Intake(ServerListener):
     leases early, and so does the loss of a server.
     """
 
-    def __init__(self, run: Run, books: Books) -> None:
+    def __init__(self, run: ControlledRun, books: Books) -> None:
         self._run = run
         self._progress = run.progress
         self._book = books.leases

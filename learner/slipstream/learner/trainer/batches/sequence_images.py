@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.core.errors import UntrainableBatch
-from slipstream.core.models.vision import ImageProcessor
+from slipstream.core.models.images import ImageProcessor
 from slipstream.core.types import Trajectory
 from torch import Tensor
 

@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from slipstream.core.kept_tokens import KeptTokens
-from slipstream.core.models.vision import ImageProcessor
+from slipstream.core.models.images import ImageProcessor
 from slipstream.core.types import TokenArray, Trajectory
 from slipstream.learner.trainer.batches.sequence_images import (
     ImageInputs,
@@ -197,6 +197,25 @@ def _at_temperature(
     return dataclasses.replace(estimate, temperatures=temperatures)
 
 
+def _at_positions(
+    values: NumpyArray, column: SequenceColumn, is_sampled: NumpyArray, ends: NumpyArray
+) -> NumpyArray:
+    """Returns a column's values, of sampled tokens or of all, at all positions of the batch.
+
+    `is_sampled` [tokens] marks the sampled ones, `ends` are the ends of the sequences.
+    """
+    if column.of_all_tokens:
+        all_values = values.astype(column.dtype)
+    else:
+        all_values = np.zeros((len(is_sampled), *values.shape[1:]), dtype=column.dtype)
+        all_values[is_sampled] = values
+    if column.at_prediction:
+        # The value of token i + 1 stands at i, and 0 at the last position of a sequence.
+        all_values = np.roll(all_values, -1, axis=0)
+        all_values[ends - 1] = 0
+    return all_values
+
+
 def _column_values(
     name: str,
     trajectories: Sequence[Trajectory],
@@ -282,18 +301,9 @@ class TrainingSequence(TokenFields[NumpyArray]):
         fields: dict[str, list[Any]] = {}
         for name, column in TOKEN_FIELDS.items():
             values = _column_values(name, trajectories, estimates, step)
-            if values is None:
-                continue
-            if column.of_all_tokens:
-                all_values = values.astype(column.dtype)
-            else:
-                all_values = np.zeros((len(is_sampled), *values.shape[1:]), dtype=column.dtype)
-                all_values[is_sampled] = values
-            if column.at_prediction:
-                # The value of token i + 1 stands at i, and 0 at the last position of a sequence.
-                all_values = np.roll(all_values, -1, axis=0)
-                all_values[ends - 1] = 0
-            fields[name] = np.split(all_values, ends[:-1])
+            if values is not None:
+                values = _at_positions(values, column, is_sampled, ends)
+                fields[name] = np.split(values, ends[:-1])
         if with_experts:
             fields["expert_ids"] = [
                 None if t.routed_experts is None else t.routed_experts.expert_ids[tokens]

@@ -25,7 +25,7 @@ import torch
 from slipstream.core.errors import CheckpointError
 from slipstream.learner.trainer.ranks.parallel import Ranks
 from slipstream.protocol.checkpoints import DIGEST_BYTES
-from slipstream.protocol.weights.waits import started
+from slipstream.protocol.weights.publish_waits import started
 from torch import Tensor
 
 Result = TypeVar("Result")

@@ -17,7 +17,7 @@ from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRe
 from megatron.bridge.models.conversion.param_mapping import ReplicatedMapping
 from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
 from slipstream.core.errors import ConfigError
-from slipstream.core.models.vision import ImageProcessor
+from slipstream.core.models.images import ImageProcessor
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.batches.sequence_images import ImageInputs
 from slipstream.learner.trainer.batches.training_sequence import MicroBatch

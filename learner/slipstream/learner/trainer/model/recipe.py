@@ -63,13 +63,48 @@ def provider_of(
     bridge: Megatron, hf_config: Megatron, config: Config, *, load_weights: bool
 ) -> Megatron:
     """Returns Bridge's model provider; raises ConfigError if Megatron rejects a setting."""
-    from slipstream.learner.trainer.layers import heads
-    from slipstream.learner.trainer.model.embedding import add_rows_alone
-
-    parallel = config.learner.parallel
     provider = bridge.to_megatron_provider(load_weights=load_weights)
+    values = _layout_values(hf_config, config)
+    values |= rotary.rotary_settings(provider, hf_config)
+    values |= _window_settings(hf_config)
+    _register_hooks(provider, hf_config, config)
+    if provider.num_moe_experts:
+        values |= _expert_values(hf_config, config)
+    values |= _fusion_values(provider, hf_config, config)
+    layer_parts = [extension.layers for extension in active(config) if extension.layers]
+    if layer_parts:
+        from slipstream.learner.trainer.layers import spec
+
+        values |= {"layer_parts": layer_parts, "transformer_layer_spec": spec.layer_spec}
+    if config.learner.fp8 != "off":
+        values |= {"fp8": "e4m3", "fp8_recipe": config.learner.fp8}
+    values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
+    if compat.has_transformer_engine():
+        # Megatron's own layers, such as the output layer, would need Apex's extension for it:
+        # `fuse_gradients` sets it where it can be.
+        values["gradient_accumulation_fusion"] = False
+        has_windows = values.get("window_size") is not None
+        _check_context_parallel(config, values.get("cp_comm_type"), has_windows=has_windows)
+    check_fp8(values, config.learner)
+    if values.get("deterministic_mode"):
+        # The variable is read when the process runs its first kernel.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+        torch.use_deterministic_algorithms(True)
+    for name, value in values.items():
+        setattr(provider, name, value)
+    with refusals_of("learner.transformer"):
+        provider.finalize()
+    if provider.num_moe_experts and counts_tokens(provider):
+        provider.register_pre_wrap_hook(count_tokens_once)
+    return provider
+
+
+def _layout_values(hf_config: Megatron, config: Config) -> dict[str, object]:
+    """Returns the values that every model takes: its layout on the ranks, its types, its loss."""
+    parallel = config.learner.parallel
     dtype = getattr(torch, config.model.dtype)
-    values: dict[str, object] = {
+    return {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": parallel.vpp,
@@ -100,82 +135,73 @@ def provider_of(
         # units.
         "should_pad_vocab": hf_config.vocab_size % parallel.tp != 0,
         "make_vocab_size_divisible_by": VOCAB_MULTIPLE,
-        **rotary.rotary_settings(provider, hf_config),
-        **_window_settings(hf_config),
     }
+
+
+def _register_hooks(provider: Megatron, hf_config: Megatron, config: Config) -> None:
+    """Registers our changes of a model, which are made before data parallelism wraps it."""
+    from slipstream.learner.trainer.layers import heads
+    from slipstream.learner.trainer.model.embedding import add_rows_alone
+
     frequencies = functools.partial(rotary.set_frequencies, hf_config=hf_config)
     provider.register_pre_wrap_hook(frequencies)
     provider.register_pre_wrap_hook(heads.fuse_heads)
     provider.register_pre_wrap_hook(add_rows_alone)
     is_latent = provider.multi_latent_attention and not compat.has_transformer_engine()
-    if is_latent and parallel.tp > 1:
+    if is_latent and config.learner.parallel.tp > 1:
         from slipstream.learner.trainer.layers.attention import make_whole_vectors
 
         provider.register_pre_wrap_hook(make_whole_vectors)
     if provider.num_moe_experts:
         from slipstream.learner.trainer.layers import experts
 
-        values |= {
-            # The choice of experts must not depend on the rounding of bfloat16.
-            "moe_router_dtype": "fp32",
-            # A policy's loss is only the objective; `learner.transformer` may set a coefficient.
-            "moe_aux_loss_coeff": 0.0,
-            # Bridge always lets the probabilities of the chosen experts add up to 1.
-            "moe_router_pre_softmax": not normalizes_experts(hf_config.to_dict()),
-        }
-        if config.lora.has_mlp:
-            from slipstream.learner.trainer.layers import spec
-
-            values |= {"has_adapted_experts": True, "transformer_layer_spec": spec.layer_spec}
         provider.register_pre_wrap_hook(experts.mark_experts)
+
+
+def _expert_values(hf_config: Megatron, config: Config) -> dict[str, object]:
+    """Returns the values of a mixture of experts."""
+    values: dict[str, object] = {
+        # The choice of experts must not depend on the rounding of bfloat16.
+        "moe_router_dtype": "fp32",
+        # A policy's loss is only the objective; `learner.transformer` may set a coefficient.
+        "moe_aux_loss_coeff": 0.0,
+        # Bridge always lets the probabilities of the chosen experts add up to 1.
+        "moe_router_pre_softmax": not normalizes_experts(hf_config.to_dict()),
+    }
+    if config.lora.has_mlp:
+        from slipstream.learner.trainer.layers import spec
+
+        values |= {"has_adapted_experts": True, "transformer_layer_spec": spec.layer_spec}
+    return values
+
+
+def _fusion_values(provider: Megatron, hf_config: Megatron, config: Config) -> dict[str, object]:
+    """Returns which kernels are fused; raises ConfigError where the engine's bits cannot be met."""
     is_equal = config.algorithm.agreement == "bits"
     if is_equal and torch.cuda.is_available() and config.model.dtype == "float32":
         raise ConfigError(
             "algorithm.agreement = 'bits' on a GPU needs model.dtype = 'bfloat16' or 'float16', "
             "got 'float32'"
         )
-    if compat.has_transformer_engine() and not is_equal:
+    if not compat.has_transformer_engine() or is_equal:
+        return {
+            **_without_transformer_engine(config),
+            "agreement": config.algorithm.agreement,
+            "bias_activation_fusion": is_equal,
+        }
+    # Megatron's fused rotary embedding supports only YaRN in latent attention, and only positions
+    # of text: positions of images have three axes.
+    has_text_positions = "mrope_section" not in hf_config.rope_parameters
+    return {
         # Bridge leaves some of these fusions off for Qwen. Without the fused rotary embedding,
         # packed sequences make the host wait twice in each layer. To call what torch compiles for
         # a sum with the residual takes the host longer than to start the sum alone.
-        values["bias_dropout_fusion"] = False
-        # Megatron's fused rotary embedding supports only YaRN in latent attention, and only
-        # positions of text: positions of images have three axes.
-        is_plain = "mrope_section" not in hf_config.rope_parameters
-        values["apply_rope_fusion"] = is_plain and not provider.multi_latent_attention
+        "bias_dropout_fusion": False,
+        "apply_rope_fusion": has_text_positions and not provider.multi_latent_attention,
         # Megatron fuses no other activation of a gated MLP.
-        values["bias_activation_fusion"] = provider.activation_func is torch.nn.functional.silu
-        values |= dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts))
-    else:
-        values |= _without_transformer_engine(config)
-        values |= {"agreement": config.algorithm.agreement, "bias_activation_fusion": is_equal}
-    layer_parts = [extension.layers for extension in active(config) if extension.layers]
-    if layer_parts:
-        from slipstream.learner.trainer.layers import spec
-
-        values |= {"layer_parts": layer_parts, "transformer_layer_spec": spec.layer_spec}
-    if config.learner.fp8 != "off":
-        values |= {"fp8": "e4m3", "fp8_recipe": config.learner.fp8}
-    values |= passed_through(provider, config.learner.transformer, section="learner.transformer")
-    if compat.has_transformer_engine():
-        # Megatron's own layers, such as the output layer, would need Apex's extension for it:
-        # `fuse_gradients` sets it where it can be.
-        values["gradient_accumulation_fusion"] = False
-        has_windows = values.get("window_size") is not None
-        _check_context_parallel(config, values.get("cp_comm_type"), has_windows=has_windows)
-    check_fp8(values, config.learner)
-    if values.get("deterministic_mode"):
-        # The variable is read when the process runs its first kernel.
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-        torch.use_deterministic_algorithms(True)
-    for name, value in values.items():
-        setattr(provider, name, value)
-    with refusals_of("learner.transformer"):
-        provider.finalize()
-    if provider.num_moe_experts and counts_tokens(provider):
-        provider.register_pre_wrap_hook(count_tokens_once)
-    return provider
+        "bias_activation_fusion": provider.activation_func is torch.nn.functional.silu,
+        **dict.fromkeys(_DEFAULTS_FOR_EXPERTS, bool(provider.num_moe_experts)),
+    }
 
 
 def fuse_gradients(chunks: Sequence[Megatron], config: Config) -> None:

@@ -91,7 +91,7 @@ def _install() -> Megatron:
         substitute(distributed, {"Adam": GroupStepAdam, **flags})
     auto_bridge = _import_bridge()
     # The imports register kinds of models and recipes that transformers and Bridge lack.
-    importlib.import_module("slipstream.core.models.kinds")
+    importlib.import_module("slipstream.core.models.registered_kinds")
     families: types.ModuleType = importlib.import_module("slipstream.learner.trainer.families")
     for family in sorted(module.name for module in pkgutil.iter_modules(families.__path__)):
         importlib.import_module(f"{families.__name__}.{family}")

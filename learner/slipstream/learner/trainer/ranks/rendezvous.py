@@ -16,7 +16,7 @@ import torch.distributed as dist
 from slipstream.core.errors import ConfigError
 from slipstream.core.machine.address import listen
 from slipstream.protocol.access.exposure import RENDEZVOUS_VARIABLE
-from slipstream.protocol.weights.waits import Unanswered, on_thread
+from slipstream.protocol.weights.publish_waits import Unanswered, on_thread
 from torch.distributed.distributed_c10d import Store
 
 Result = TypeVar("Result")
@@ -41,25 +41,9 @@ def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
         port = int(os.environ["MASTER_PORT"])
     except KeyError as error:
         raise missing_variable(error) from None
-    descriptor = None
     # torchrun's agent may have opened the store already.
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank == 0 and not has_agent:
-        try:
-            listener = listen(host, port)
-        except OSError as error:
-            raise ConfigError(
-                f"learner.master must be an address of node 0 and a free port there, "
-                f"got {host}:{port}: {error}"
-            ) from error
-        is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
-        address = str(listener.getsockname()[0])
-        if not is_alone and ipaddress.ip_address(address).is_loopback:
-            raise ConfigError(
-                f"learner.master must be an address that all nodes reach, got {host}, "
-                f"which is {address} on node 0"
-            )
-        descriptor = listener.detach()
+    descriptor = _listen(host, port, world_size) if rank == 0 and not has_agent else None
 
     def connect() -> Store:
         try:
@@ -102,19 +86,45 @@ def rendezvous(rank: int, world_size: int, timeout: timedelta) -> Store:
             )
         return ours
     except Unanswered as unanswered:
-        # No ConfigError: rank 0 may answer at the next start. If another program has the port, rank
-        # 0 itself ends with ConfigError.
-        try:
-            socket.create_connection((host, port), timeout=PROBE_LIMIT_S).close()
-        except OSError as error:
-            raise TimeoutError(
-                f"rank 0 did not listen on {host}:{port} (learner.master) {within}: it has not "
-                f"started, is stopped or very slow ({error.strerror or error})"
-            ) from unanswered
-        raise TimeoutError(
-            f"learner.master: what listens on {host}:{port} did not answer like rank 0 {within}: "
-            "rank 0 is stopped or very slow, or another program has the port"
-        ) from unanswered
+        raise _silence_of_rank_0(host, port, within) from unanswered
+
+
+def _listen(host: str, port: int, world_size: int) -> int:
+    """Returns the descriptor of rank 0's listening socket; raises ConfigError as `rendezvous`."""
+    try:
+        listener = listen(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"learner.master must be an address of node 0 and a free port there, "
+            f"got {host}:{port}: {error}"
+        ) from error
+    is_alone = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) == world_size
+    address = str(listener.getsockname()[0])
+    if not is_alone and ipaddress.ip_address(address).is_loopback:
+        raise ConfigError(
+            f"learner.master must be an address that all nodes reach, got {host}, "
+            f"which is {address} on node 0"
+        )
+    return listener.detach()
+
+
+def _silence_of_rank_0(host: str, port: int, within: str) -> TimeoutError:
+    """Returns the error for a rank 0 that gave no answer, by whether anything listens there.
+
+    No ConfigError: rank 0 may answer at the next start. If another program has the port, rank 0
+    itself ends with ConfigError.
+    """
+    try:
+        socket.create_connection((host, port), timeout=PROBE_LIMIT_S).close()
+    except OSError as error:
+        return TimeoutError(
+            f"rank 0 did not listen on {host}:{port} (learner.master) {within}: it has not "
+            f"started, is stopped or very slow ({error.strerror or error})"
+        )
+    return TimeoutError(
+        f"learner.master: what listens on {host}:{port} did not answer like rank 0 {within}: "
+        "rank 0 is stopped or very slow, or another program has the port"
+    )
 
 
 def open_store(host: str, port: int, timeout: timedelta, descriptor: int | None = None) -> Store:

@@ -26,8 +26,8 @@ from slipstream.protocol.access.exposure import local_address
 from slipstream.protocol.weights.buckets import Bucket
 from slipstream.protocol.weights.handover import HandoverSender
 from slipstream.protocol.weights.nccl_group import NcclGroup, Wire, make_unique_id
+from slipstream.protocol.weights.publish_waits import Unanswered, on_thread, reason
 from slipstream.protocol.weights.shared_buffers import GpuBuffers, HostBuffers, SharedBuffers
-from slipstream.protocol.weights.waits import Unanswered, on_thread, reason
 from slipstream.v1 import weights_pb2
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store

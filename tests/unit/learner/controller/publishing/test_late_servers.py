@@ -12,7 +12,7 @@ from slipstream.extensions.stored_weights.controller import StoredPublisher
 from slipstream.learner.controller.publishing.receivers import (
     MAX_FAILED_WHILE_NONE_SERVES,
 )
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import (
     STALE,
     ServerKey,
@@ -36,7 +36,7 @@ from support.rigs.publishing_scene import (
 from support.rigs.waiting import until
 
 
-def texts(run: Run) -> list[str]:
+def texts(run: ControlledRun) -> list[str]:
     return [event.text for event in run.events.kept()]
 
 
@@ -349,7 +349,7 @@ class Far:
 
 
 @contextlib.asynccontextmanager
-async def far_away(run: Run) -> AsyncIterator[Far]:
+async def far_away(run: ControlledRun) -> AsyncIterator[Far]:
     async with publishing(run) as scene:
         far = Far(scene)
         yield far
@@ -357,11 +357,11 @@ async def far_away(run: Run) -> AsyncIterator[Far]:
 
 
 @pytest.fixture
-def run() -> Run:
+def run() -> ControlledRun:
     return run_of(weights={"storage_url": "memory://weights"})
 
 
-async def test_a_server_is_told_to_load_when_it_has_fetched(run: Run) -> None:
+async def test_a_server_is_told_to_load_when_it_has_fetched(run: ControlledRun) -> None:
     async with far_away(run) as scene:
         order = scene.ask()
         assert order.folder.startswith(run.progress.run_id + "/")
@@ -377,7 +377,7 @@ async def test_a_server_is_told_to_load_when_it_has_fetched(run: Run) -> None:
 
 
 async def test_the_trainer_writes_nothing_without_a_server_that_reads_there(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with far_away(run) as scene:
         scene.scene.fleet.remove(scene.far, "gone")
@@ -386,7 +386,7 @@ async def test_the_trainer_writes_nothing_without_a_server_that_reads_there(
         assert scene.ask() is not None
 
 
-async def test_one_version_is_written_at_a_time_and_once(run: Run) -> None:
+async def test_one_version_is_written_at_a_time_and_once(run: ControlledRun) -> None:
     async with far_away(run) as scene:
         order = scene.ask()
         assert scene.ask(can_store=False) is None
@@ -397,14 +397,18 @@ async def test_one_version_is_written_at_a_time_and_once(run: Run) -> None:
         assert again.folder != order.folder
 
 
-async def test_the_trainer_publishes_to_no_server_that_reads_storage(run: Run) -> None:
+async def test_the_trainer_publishes_to_no_server_that_reads_storage(
+    run: ControlledRun,
+) -> None:
     async with far_away(run) as scene:
         assert scene.scene.publisher.due() == []
         assert await scene.scene.publisher.prepare(trainer_pb2.NextRequest()) is None
         assert sent(scene.far) == []
 
 
-async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> None:
+async def test_a_fetch_that_fails_leaves_the_server_its_version(
+    run: ControlledRun,
+) -> None:
     async with far_away(run) as scene:
         await scene.serve()
         scene.scene.make_version(1)
@@ -424,7 +428,9 @@ async def test_a_fetch_that_fails_leaves_the_server_its_version(run: Run) -> Non
         )
 
 
-async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> None:
+async def test_a_server_that_never_answers_costs_no_other_anything(
+    run: ControlledRun,
+) -> None:
     run = run_of(
         weights={
             "storage_url": "memory://weights",
@@ -442,7 +448,9 @@ async def test_a_server_that_never_answers_costs_no_other_anything(run: Run) -> 
         assert "no answer within 0.4 s" in scene.far.cause
 
 
-async def test_manifests_from_which_a_server_fetches_are_needed(run: Run) -> None:
+async def test_manifests_from_which_a_server_fetches_are_needed(
+    run: ControlledRun,
+) -> None:
     async with far_away(run) as scene:
         scene.write()
         question = await scene.asked(scene.far)
@@ -458,7 +466,7 @@ async def test_manifests_from_which_a_server_fetches_are_needed(run: Run) -> Non
         assert scene.written(third) == [f"{third.folder}/manifest"]
 
 
-async def test_a_report_of_another_order_changes_nothing(run: Run) -> None:
+async def test_a_report_of_another_order_changes_nothing(run: ControlledRun) -> None:
     async with far_away(run) as scene:
         order = scene.ask()
         assert order is not None
@@ -468,7 +476,7 @@ async def test_a_report_of_another_order_changes_nothing(run: Run) -> None:
         assert scene.written(again) == [f"{again.folder}/manifest"]
 
 
-async def test_storage_that_takes_nothing_fails_the_run(run: Run) -> None:
+async def test_storage_that_takes_nothing_fails_the_run(run: ControlledRun) -> None:
     async with far_away(run) as scene:
         for _ in range(16):
             assert not run.progress.has_failed
@@ -485,7 +493,9 @@ async def test_storage_that_takes_nothing_fails_the_run(run: Run) -> None:
         assert run.progress.cause.endswith("no permission")
 
 
-async def test_after_a_failed_write_the_trainer_is_told_again_later(run: Run) -> None:
+async def test_after_a_failed_write_the_trainer_is_told_again_later(
+    run: ControlledRun,
+) -> None:
     async with far_away(run) as scene:
         order = scene.ask()
         assert order is not None
@@ -496,7 +506,7 @@ async def test_after_a_failed_write_the_trainer_is_told_again_later(run: Run) ->
 
 
 async def test_a_server_whose_version_is_too_old_for_a_lease_is_named_once(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with far_away(run) as scene:
         await scene.serve()
@@ -512,7 +522,7 @@ async def test_a_server_whose_version_is_too_old_for_a_lease_is_named_once(
         assert texts(run).count(message) == 1
 
 
-async def test_a_server_that_is_evaluated_keeps_its_version(run: Run) -> None:
+async def test_a_server_that_is_evaluated_keeps_its_version(run: ControlledRun) -> None:
     async with far_away(run) as scene:
         await scene.serve()
         assert scene.scene.publisher.pin(scene.far)

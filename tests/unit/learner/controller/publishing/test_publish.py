@@ -6,7 +6,7 @@ import gc
 import pytest
 from slipstream.core.types import PolicyVersion
 from slipstream.learner.controller.publishing.receivers import MAX_FAILED_PUBLISHES
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.protocol.weights.buckets import TensorSpec, layout_to_pb
 from slipstream.v1 import fleet_pb2, status_pb2, trainer_pb2, weights_pb2
@@ -27,12 +27,12 @@ from support.rigs.waiting import LIMIT_S, until
 
 
 @pytest.fixture
-def run() -> Run:
+def run() -> ControlledRun:
     return run_of()
 
 
 async def test_a_publish_through_a_kept_communicator_begins_with_its_order(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
@@ -67,7 +67,9 @@ async def test_a_server_that_serves_has_loaded_without_saying_it_apart(has_sent,
         assert not receipt.discard_communicator
 
 
-async def test_servers_are_asked_while_the_trainer_makes_the_version(run: Run) -> None:
+async def test_servers_are_asked_while_the_trainer_makes_the_version(
+    run: ControlledRun,
+) -> None:
     async with serving(run) as scene:
         # The server serves what the trainer has, and is due when the next version is there.
         scene.session.version = PolicyVersion(0, 1)
@@ -83,7 +85,7 @@ async def test_servers_are_asked_while_the_trainer_makes_the_version(run: Run) -
 
 
 async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with serving(run) as scene:
         scene.publisher.ask_ahead(PolicyVersion(0, 1))
@@ -97,7 +99,7 @@ async def test_only_a_server_that_came_later_is_asked_when_others_have_answered(
 
 
 async def test_a_server_has_the_ranks_behind_those_of_a_new_trainer_that_send(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with serving(run) as scene:
         scene.publisher.trainer_joined(3)
@@ -108,7 +110,7 @@ async def test_a_server_has_the_ranks_behind_those_of_a_new_trainer_that_send(
         scene.publisher.trainer_joined(1)
 
 
-async def test_an_answer_counts_for_one_publish_alone(run: Run) -> None:
+async def test_an_answer_counts_for_one_publish_alone(run: ControlledRun) -> None:
     async with serving(run) as scene:
         for _ in range(2):
             scene.publisher.ask_ahead(PolicyVersion(0, 1))
@@ -134,7 +136,7 @@ async def test_a_publish_waits_for_the_trainer_when_something_is_not_known(
         assert scene.sent() == []
 
 
-async def test_nobody_stands_still_while_a_probe_is_scored(run: Run) -> None:
+async def test_nobody_stands_still_while_a_probe_is_scored(run: ControlledRun) -> None:
     async with serving(run) as scene:
         scene.publisher.totals.publishes = run.config.weights.verify_every
         order = await scene.ordered()
@@ -144,7 +146,7 @@ async def test_nobody_stands_still_while_a_probe_is_scored(run: Run) -> None:
 
 
 async def test_servers_do_not_wait_for_a_trainer_that_never_got_its_order(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
@@ -200,7 +202,7 @@ async def test_a_failure_of_a_begun_publish_counts_once_and_is_aborted_once(
 
 
 async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
@@ -211,7 +213,7 @@ async def test_a_server_lost_in_a_begun_publish_is_waited_for_no_longer(
 
 @pytest.mark.filterwarnings("error")
 async def test_a_trainer_that_has_sent_after_the_end_of_the_run_gets_its_receipt(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with publishing(run) as scene:
         order = await scene.started()
@@ -227,7 +229,7 @@ async def test_a_trainer_that_has_sent_after_the_end_of_the_run_gets_its_receipt
 
 
 async def test_servers_that_were_told_nothing_go_on_when_a_publish_is_given_up(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with serving(run) as scene:
         scene.trainer.ClearField("bucket_digests")
@@ -247,7 +249,7 @@ async def test_a_trainer_that_is_told_to_leave_its_communicator_is_given_a_new_o
 
 
 async def test_a_result_of_another_publish_leaves_the_one_at_hand_alone(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
@@ -258,7 +260,7 @@ async def test_a_result_of_another_publish_leaves_the_one_at_hand_alone(
 
 
 async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_call(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with publishing(run) as scene:
         start = scene.start_of(await scene.ordered())
@@ -267,7 +269,9 @@ async def test_servers_are_told_once_to_receive_when_the_trainer_repeats_its_cal
         scene.publisher.trainer_joined(1)
 
 
-async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
+async def test_servers_share_what_is_encoded_of_their_orders(
+    run: ControlledRun,
+) -> None:
     async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
         scene = Scene(run, tasks)
         servers = [scene.session, scene.joined("b"), scene.joined("c")]
@@ -289,7 +293,7 @@ async def test_servers_share_what_is_encoded_of_their_orders(run: Run) -> None:
 
 
 async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with publishing(run) as scene:
         order = await scene.started()
@@ -307,7 +311,7 @@ async def test_a_trainer_lost_while_servers_load_leaves_none_of_them_loading(
 
 
 async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with serving(run) as scene:
         order = await scene.ordered()
@@ -323,7 +327,9 @@ async def test_a_trainer_that_is_gone_takes_no_publish_of_its_successor_along(
         scene.publisher.trainer_joined(1)
 
 
-async def test_a_server_that_took_its_weights_back_is_sent_them_again(run: Run) -> None:
+async def test_a_server_that_took_its_weights_back_is_sent_them_again(
+    run: ControlledRun,
+) -> None:
     async with serving(run) as scene:
         scene.say("p000000", FAILED, message="of another publish")
         assert scene.session.is_serving
@@ -378,7 +384,7 @@ async def test_buckets_may_take_longer_after_each_publish_that_fails_on_a_slow_m
 
 
 async def test_a_run_ends_when_its_servers_come_back_and_no_publish_ever_succeeds(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     async with publishing(run) as scene:
         await fail_all_of_its_life(scene, scene.session)
@@ -401,7 +407,7 @@ async def test_a_server_that_no_publish_reaches_does_not_end_a_run_in_which_anot
         assert not run.progress.is_over
 
 
-async def test_a_server_that_drains_is_sent_no_weights(run: Run) -> None:
+async def test_a_server_that_drains_is_sent_no_weights(run: ControlledRun) -> None:
     async with publishing(run) as scene:
         leaving = scene.session
         staying = scene.joined("b")
@@ -447,7 +453,9 @@ async def test_a_receiver_that_left_before_the_weights_were_sent_makes_no_other_
         assert (await scene.ordered(staying)).new_communicator
 
 
-async def test_the_trainer_hears_who_is_still_there_while_all_meet(run: Run) -> None:
+async def test_the_trainer_hears_who_is_still_there_while_all_meet(
+    run: ControlledRun,
+) -> None:
     async with publishing(run) as scene:
         order = await scene.ordered()
         question = trainer_pb2.PublishStart(

@@ -13,7 +13,7 @@ from slipstream.learner.controller.publishing.receivers import (
     choose_for,
     misfit,
 )
-from slipstream.learner.controller.run import LoopClock, Run
+from slipstream.learner.controller.run import ControlledRun, LoopClock
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.protocol.codec import version_to_pb
 from slipstream.v1 import fleet_pb2, weights_pb2
@@ -22,7 +22,7 @@ from support.rigs.publishing_scene import READY, joined, place
 
 
 @pytest.fixture
-def run(request: pytest.FixtureRequest) -> Run:
+def run(request: pytest.FixtureRequest) -> ControlledRun:
     values: dict[str, Any] = {
         "run": {"name": "placed", "steps": 1},
         "model": {"path": "model"},
@@ -30,7 +30,7 @@ def run(request: pytest.FixtureRequest) -> Run:
         "sampling": {"max_reply_tokens": 2, "max_episode_tokens": 8},
         "weights": {"transport": request.param},
     }
-    return Run(parse_config(values, source="test"), "placed")
+    return ControlledRun(parse_config(values, source="test"), "placed")
 
 
 def hello(name: str, place: weights_pb2.Place) -> fleet_pb2.ServerHello:
@@ -39,7 +39,7 @@ def hello(name: str, place: weights_pb2.Place) -> fleet_pb2.ServerHello:
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
 def test_a_server_that_shares_no_host_is_left_out_where_the_others_share_a_gpu(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     run.progress.trainer_registered((place("here", "GPU-0"),))
     servers = {
@@ -72,7 +72,7 @@ class ScriptedClock(LoopClock):
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
 async def test_an_answered_question_prolongs_no_wait_for_an_earlier_one(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     clock = ScriptedClock()
     run.clock = clock
@@ -95,7 +95,9 @@ async def test_an_answered_question_prolongs_no_wait_for_an_earlier_one(
 
 
 @pytest.mark.parametrize("run", ["nccl"], indirect=True)
-def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(run: Run) -> None:
+def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(
+    run: ControlledRun,
+) -> None:
     assert misfit(run, hello("a", place("here", "GPU-0"))) == ""
     run.progress.trainer_registered((place("here", "GPU-0"),))
     assert "joins no two processes on one GPU" in misfit(
@@ -105,7 +107,9 @@ def test_a_server_that_never_fits_is_known_as_soon_as_the_trainer_is(run: Run) -
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
-def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(run: Run) -> None:
+def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(
+    run: ControlledRun,
+) -> None:
     run.progress.trainer_registered((place("here", "GPU-0", NCCL_CUMEM_ENABLE="0"),))
     server = place("there", "GPU-7")
     server.nccl["NCCL_CUMEM_ENABLE"] = "1"
@@ -117,7 +121,7 @@ def test_a_server_that_tells_nccl_something_else_is_left_out_by_name(run: Run) -
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
 def test_a_server_that_gets_weights_otherwise_than_the_run_is_told_what_to_set(
-    run: Run,
+    run: ControlledRun,
 ) -> None:
     near = hello("near", place("here"))
     far = fleet_pb2.ServerHello(
@@ -127,13 +131,13 @@ def test_a_server_that_gets_weights_otherwise_than_the_run_is_told_what_to_set(
     message = f"it has a weights.storage_url, but the trainer sends the weights: set it {both}"
     assert [misfit(run, near), misfit(run, far)] == ["", message]
     weights = run.config.weights.model_copy(update={"storage_url": "s3://w"})
-    stored = Run(run.config.model_copy(update={"weights": weights}), "stored")
+    stored = ControlledRun(run.config.model_copy(update={"weights": weights}), "stored")
     message = f"it has no weights.storage_url, but the run's weights are in storage: set it {both}"
     assert [misfit(stored, near), misfit(stored, far)] == [message, ""]
 
 
 @pytest.mark.parametrize("run", ["auto"], indirect=True)
-def test_a_large_fleet_that_fits_is_looked_at_once(run: Run) -> None:
+def test_a_large_fleet_that_fits_is_looked_at_once(run: ControlledRun) -> None:
     run.progress.trainer_registered(tuple(place("here", f"GPU-{n}") for n in range(64)))
     lines = []
     for number in (128, 512):

@@ -26,7 +26,7 @@ from slipstream.learner.controller.reporting.trackers import (
     write_result,
 )
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.trajectories.batch import FormedBatch
+from slipstream.learner.controller.trajectories.formed_batch import FormedBatch
 from slipstream.v1 import fleet_pb2
 from support.fakes.fake_trajectories import GOOD, plain_group
 from support.fakes.small_configs import config_of

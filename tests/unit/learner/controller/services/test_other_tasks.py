@@ -8,7 +8,7 @@ from slipstream.core.types import GroupId
 from slipstream.learner.controller.leasing.groups import Group, Purpose
 from slipstream.learner.controller.records import kinds
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services.environment_service import (
     EnvironmentServicer,
@@ -35,7 +35,9 @@ class Scene:
     """One environment in a run that began with the records of an earlier start."""
 
     def __init__(self, *earlier: kinds.Record) -> None:
-        self.run: Run = run_of(environments=[{"name": "e", "reference": "ours:Sums"}])
+        self.run: ControlledRun = run_of(
+            environments=[{"name": "e", "reference": "ours:Sums"}]
+        )
         self.journal = Records()
         books = books_of(self.run, journal=self.journal)
         for record in earlier:

@@ -7,7 +7,7 @@ import pytest
 from google.protobuf import json_format
 from slipstream.core.errors import ProtocolError
 from slipstream.learner.controller.records.history import RunHistory
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import ServerSession
 from slipstream.learner.controller.services import environment_service
 from slipstream.learner.controller.services.environment_service import (
@@ -50,7 +50,9 @@ def orders(session: ServerSession) -> list[fleet_pb2.EnvironmentOrder]:
     return found
 
 
-def submissions(**sections: Any) -> tuple[EnvironmentServicer, EnvironmentBook, Run]:
+def submissions(
+    **sections: Any,
+) -> tuple[EnvironmentServicer, EnvironmentBook, ControlledRun]:
     run = run_of(environments=[OWN], **sections)
     books = books_of(run)
     return EnvironmentServicer(run, books, None), books.environments, run  # type: ignore[arg-type]

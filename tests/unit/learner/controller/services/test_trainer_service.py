@@ -8,8 +8,14 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from slipstream.core.run_folder import CHECKPOINTS
 from slipstream.core.types import PolicyVersion, ServerId
+from slipstream.learner.controller.loop import TrainerOrders, batch_wait
 from slipstream.learner.controller.part import Part
-from slipstream.learner.controller.run import HEARD_S, LoopClock, Run, RunProgress
+from slipstream.learner.controller.run import (
+    HEARD_S,
+    ControlledRun,
+    LoopClock,
+    RunProgress,
+)
 from slipstream.learner.controller.servers.fleet import Fleet
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.services.fleet_service import FleetServicer
@@ -17,10 +23,9 @@ from slipstream.learner.controller.services.trainer_service import (
     RESERVED_S,
     TrainerPlace,
     TrainerServicer,
-    _batch_wait,
 )
 from slipstream.learner.controller.tasks import Relay
-from slipstream.learner.controller.trajectories.batch import FormedBatch, Trained
+from slipstream.learner.controller.trajectories.formed_batch import FormedBatch, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH, version_to_pb
 from slipstream.protocol.rich_errors import Reason
 from slipstream.v1 import fleet_pb2, trainer_pb2
@@ -92,21 +97,28 @@ class Call:
         raise Refused(text, info.reason)
 
 
-def new_servicer(run: Run) -> TrainerServicer:
+def new_servicer(run: ControlledRun) -> TrainerServicer:
     return TrainerServicer(run, book_of(), OneBatch(), None, (Unfinished(),))
 
 
-def servicer_of(run: Run) -> TrainerServicer:
+def servicer_of(run: ControlledRun) -> TrainerServicer:
     """The service of a controller with which the trainer of epoch 1 has registered."""
     servicer = new_servicer(run)
     servicer.place.epoch = 1
     return servicer
 
 
-class NoOrder(TrainerServicer):
-    """Counts how often it was asked for an order, and has none."""
+async def has_its_place() -> None:
+    """Ends no call: no other trainer has come."""
+
+
+class NoOrder(TrainerOrders):
+    """Counts how often they were asked for, and never has one."""
 
     num_asked = 0
+
+    def __init__(self, run: ControlledRun) -> None:
+        super().__init__(run, None, None, None, ())  # type: ignore[arg-type]
 
     async def _order(self, request: trainer_pb2.NextRequest) -> None:
         self.num_asked += 1
@@ -121,7 +133,8 @@ async def test_what_a_client_orders_goes_to_the_trainer_without_a_moment_for_mor
         model={"path": "m", "dtype": "float32"},
         learner={"shared_prefix_tokens": 0},
     )
-    servicer = NoOrder(run, None, None, None, ())  # type: ignore[arg-type]
+    servicer = new_servicer(run)
+    orders = servicer.orders = NoOrder(run)
     loop = asyncio.get_running_loop()
     now_s = loop.time()
     monkeypatch.setattr(loop, "time", lambda: now_s)
@@ -132,7 +145,7 @@ async def test_what_a_client_orders_goes_to_the_trainer_without_a_moment_for_mor
     run.signal.notify()
     for _ in range(5):
         await asyncio.sleep(0)
-    assert servicer.num_asked == 1 + client_loop
+    assert orders.num_asked == 1 + client_loop
     asks.cancel()
 
 
@@ -318,7 +331,9 @@ async def test_a_run_that_has_failed_orders_no_export(*, has_failed: bool) -> No
         run.progress.fail("the disk is full")
     else:
         run.progress.stop("enough")
-    order = await new_servicer(run)._order(trainer_pb2.NextRequest())
+    order = await new_servicer(run).orders.next(
+        trainer_pb2.NextRequest(), 0.0, has_its_place
+    )
     assert order.stop.reason == run.progress.cause
     assert order.stop.without_model is has_failed
 
@@ -376,12 +391,13 @@ async def test_who_waits_for_an_order_gets_none_when_another_trainer_takes_the_p
     None
 ):
     run = run_of()
-    servicer = NoOrder(run, None, None, None, ())  # type: ignore[arg-type]
+    servicer = new_servicer(run)
+    orders = servicer.orders = NoOrder(run)
     context = Call(servicer.place.take(HELLO, Call()))
     waiting = asyncio.create_task(
         anext(servicer.Next(trainer_pb2.NextRequest(), context))
     )
-    while not servicer.num_asked:
+    while not orders.num_asked:
         await asyncio.sleep(0)
     servicer.place.take(HELLO, Call())
     with pytest.raises(Refused, match="another trainer has taken over"):
@@ -426,9 +442,9 @@ async def test_a_second_process_of_a_name_is_turned_away_with_one_event() -> Non
 def test_a_wait_for_the_share_of_an_environment_is_named() -> None:
     book = book_of(groups_per_step=2)
     group = book.lease("slow", 0, 0, ServerKey(ServerId("a"), 1), 0)
-    assert _batch_wait(book, [group, group]) == (
+    assert batch_wait(book, [group, group]) == (
         "2 groups of slow, which belong to the shares of step 1"
     )
     assert (
-        _batch_wait(book, []) == "groups for step 1: 0 of 2 are complete, 1 are leased"
+        batch_wait(book, []) == "groups for step 1: 0 of 2 are complete, 1 are leased"
     )

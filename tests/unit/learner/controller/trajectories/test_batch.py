@@ -34,7 +34,7 @@ from slipstream.learner.controller.records.kinds import TrajectoryEnd, fields_of
 from slipstream.learner.controller.records.recorded_steps import attempt_of, batch_name
 from slipstream.learner.controller.records.state import FilteredGroup
 from slipstream.learner.controller.servers.session import ServerKey
-from slipstream.learner.controller.trajectories.batch import (
+from slipstream.learner.controller.trajectories.formed_batch import (
     FormedBatch,
     SetAside,
     StepOrder,

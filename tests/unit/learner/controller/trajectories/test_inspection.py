@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from slipstream.core.types import PolicyVersion, TrajectoryId, VersionSpan
 from slipstream.learner.controller.records.journal import Journal
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.learner.controller.servers.session import ServerKey
 from slipstream.learner.controller.trajectories.inspection import (
     MAX_IN_A_ROW,
@@ -35,12 +35,12 @@ def inspected(
     staleness: int = 2,
     before: int = 0,
     **changes: str,
-) -> tuple[bool, Run, Inspector]:
+) -> tuple[bool, ControlledRun, Inspector]:
     """Whether a trajectory of a group of step 2 is taken while environment e has adapter `serves`.
 
     `changes` are fields of the trajectory; `before` is the number of those that nobody can read.
     """
-    run = Run(make_config(folder, algorithm__max_staleness=staleness), "r")
+    run = ControlledRun(make_config(folder, algorithm__max_staleness=staleness), "r")
     run.progress.reached(PolicyVersion(0, 2))
     with Journal(folder / "journal") as journal:
         books = books_of(run, journal=journal)

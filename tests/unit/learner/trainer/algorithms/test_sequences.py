@@ -16,10 +16,11 @@ from slipstream.core.types import (
 )
 from slipstream.learner.trainer.algorithms.loss import (
     ModelEstimates,
+    loss_weights,
     mean_advantages,
     training_sequences,
+    weighted,
 )
-from slipstream.learner.trainer.algorithms.loss_weights import loss_weights, weighted
 from slipstream.learner.trainer.batches.batch import Batch
 from support.fakes import own_grpo
 from support.fakes.fake_controller import make_batch

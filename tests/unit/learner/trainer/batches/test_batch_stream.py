@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from slipstream.core.errors import ProtocolError
 from slipstream.core.types import RoutedExperts
-from slipstream.learner.trainer.batches.batch import Batch
-from slipstream.learner.trainer.batches.batch_stream import (
+from slipstream.learner.trainer.batches.batch import (
+    Batch,
     on_every_rank,
     read_order,
     read_stored,

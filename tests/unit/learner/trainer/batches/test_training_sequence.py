@@ -7,7 +7,7 @@ import pytest
 from make_tiny_vision_model import make_model
 from slipstream.core.configuration.batch_bytes import RANK_BYTES_PER_TOKEN
 from slipstream.core.errors import UntrainableBatch
-from slipstream.core.models.vision import ImageProcessor, load_processor
+from slipstream.core.models.images import ImageProcessor, load_processor
 from slipstream.core.types import ImagePlace
 from slipstream.learner.trainer.batches.batch import check_pixels
 from slipstream.learner.trainer.batches.sequence_images import (

@@ -401,7 +401,7 @@ def test_adapters_name_their_matrices_as_peft_finds_them(tmp_path: Path) -> None
         "target_parameters": ["mlp.up_proj.weight", "shared_experts.up_proj.weight"],
     }
     # The trainer registers this kind with transformers.
-    importlib.import_module("slipstream.core.models.kinds")
+    importlib.import_module("slipstream.core.models.registered_kinds")
     own_code = adapter_settings(tmp_path / "kimi", "kimi_k2", *names)
     assert own_code == {"target_modules": ["up_proj"]}
     names = tuple(f"block_sparse_moe.experts.0.{name}" for name in ("w1", "w2", "w3"))

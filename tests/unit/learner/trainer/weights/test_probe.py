@@ -1,5 +1,5 @@
 import numpy as np
-from slipstream.learner.trainer.weights.publish import probe_sequences
+from slipstream.learner.trainer.weights.weight_publisher import probe_sequences
 from support.fakes.fake_controller import make_batch, with_branches
 
 

@@ -24,7 +24,10 @@ from slipstream.learner.trainer.weights.bucket_senders import (
     NcclSender,
     make_sender,
 )
-from slipstream.learner.trainer.weights.publish import Published, WeightPublisher
+from slipstream.learner.trainer.weights.weight_publisher import (
+    Published,
+    WeightPublisher,
+)
 from slipstream.learner.trainer.weights.weight_stream import WeightStream
 from slipstream.protocol.weights.buckets import Bucket, TensorSpec, plan_buckets
 from slipstream.protocol.weights.digests import bucket_digest, bucket_tensor_digests

@@ -1,6 +1,6 @@
 """Sends the numbers of a run, which metrics.jsonl has, to a tracker, or writes them as a table.
 
-    python -m slipstream.extensions.trackers.export --folder RUN --tracker NAME --out PATH
+    python -m slipstream.extensions.trackers.export_metrics --folder RUN --tracker NAME --out PATH
 
 NAME is `csv` for a table in the file PATH, or a tracker, whose own files are in the folder PATH.
 Each call begins a new run at the tracker. The file is read line by line. Prints a line that says
@@ -27,7 +27,7 @@ from slipstream.core.settings.measurement_sections import (
     check_trackers,
     tracker_named,
 )
-from slipstream.learner.controller.reporting.trackers import RunIds, Tracker, read_rows
+from slipstream.learner.controller.reporting.trackers import RunIds, RunTracker, read_rows
 
 TABLE = "csv"
 # What a run keeps to itself of an evaluation round: the tracker gets the others.
@@ -81,7 +81,7 @@ def send(folder: Path, name: str, out: Path) -> str:
                 f"remove it, or name another folder by --out"
             )
     ids = NewRun(folder, _ignore)
-    opened: Tracker = tracker_named(name).load()(config, out, ids)
+    opened: RunTracker = tracker_named(name).load()(config, out, ids)
     num_steps = 0
     num_rounds = 0
     for row in read_rows(folder / METRICS, _complain):

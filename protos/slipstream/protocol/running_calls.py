@@ -14,7 +14,7 @@ _MAX_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class CallRecord:
+class RunningCalls:
     """The keys of the episodes with a call in progress, and of the episode whose code runs."""
 
     running: tuple[str, ...] = ()

@@ -1,6 +1,6 @@
 """Writes the rollouts of a run's trained batches as a data set.
 
-    python -m slipstream.extensions.rollouts.export --folder RUN --out FILE
+    python -m slipstream.extensions.rollouts.export_rollouts --folder RUN --out FILE
 
 FILE ends in .parquet or .jsonl. Batches are read one record at a time. Prints a line that says what
 was written, or the reason why nothing was.
@@ -25,7 +25,7 @@ from slipstream.core.machine.process import leave
 from slipstream.core.run_folder import CONFIG
 from slipstream.core.settings.config import Config
 from slipstream.core.types import Trajectory
-from slipstream.extensions.rollouts.files import SUFFIXES, open_rows
+from slipstream.extensions.rollouts.data_set_files import SUFFIXES, open_rows
 from slipstream.extensions.rollouts.rows import RowMaker, is_wanted
 from slipstream.protocol.codec import trajectory_from_pb
 from slipstream.rollout_server.episodes.renderer import Renderer

@@ -1,4 +1,6 @@
-"""Checks functions that weigh tasks: `python -m slipstream.extensions.task_weights.check < FILE`.
+"""Checks functions that weigh tasks.
+
+The command is `python -m slipstream.extensions.task_weights.functions_check < FILE`.
 
 FILE has the resolved settings of a run, in TOML. Each function gets the results of a start and of
 later steps, drawn at random, of few and of many tasks.

@@ -1,7 +1,7 @@
 """Checks that Megatron accepts a run's settings.
 
-The command `python -m slipstream.learner.trainer.check < FILE` creates Megatron's settings objects
-as a rank does, but without ranks, weights or a GPU. It reads only config.json of the model.
+The command `python -m slipstream.learner.trainer.megatron_check < FILE` creates Megatron's settings
+objects as a rank does, but without ranks, weights or a GPU. It reads only config.json of the model.
 """
 
 import sys

@@ -1,12 +1,12 @@
 """Checks that vLLM accepts a run's settings, and that a chat template renders prompts.
 
-    python -m slipstream.rollout_server.check < FILE
+    python -m slipstream.rollout_server.engine_check < FILE
 
 Values are checked against the types of vLLM's arguments, and names of parsers against vLLM's lists.
 A chat template of the settings is tried, and any if a parser of tool calls or a value for it is
 set. No weights are read, and no engine is started.
 
-    python -m slipstream.rollout_server.check prompts < QUESTION
+    python -m slipstream.rollout_server.engine_check prompts < QUESTION
 
 QUESTION is JSON: the folder `model`, a file `template` or null, `values`, and `environments`, each
 with `values` as JSON text and serialized `openings` in base64. The answer is JSON too: for each
@@ -25,7 +25,7 @@ from slipstream.core.errors import USAGE_ERROR, WARNING, ConfigError
 from slipstream.core.models.model_files import missing_tokenizer
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.engine_table import SECTION
-from slipstream.rollout_server import process
+from slipstream.rollout_server import child_processes
 from slipstream.rollout_server.chat import ChatMessage, TemplateInputs
 from slipstream.rollout_server.episodes.renderer import Renderer, RenderingFailed
 from slipstream.v1 import environment_pb2
@@ -37,8 +37,8 @@ def check_settings(config: Config) -> None:
     Prints a warning if a tool parser is set but the chat template does not render tools.
     """
     server = config.rollout_server
-    process.set_engine_environment(config, on_cpu=process.is_cpu_build())
-    for problem in process.variable_problems():
+    child_processes.set_engine_environment(config, on_cpu=child_processes.is_cpu_build())
+    for problem in child_processes.variable_problems():
         raise ConfigError(problem)
     if server.engine or server.tool_parser or server.reasoning_parser:
         try:

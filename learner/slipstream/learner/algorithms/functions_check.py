@@ -1,4 +1,4 @@
-"""Checks a user's own functions: `python -m slipstream.learner.algorithms.check < FILE`.
+"""Checks a user's own functions: `python -m slipstream.learner.algorithms.functions_check < FILE`.
 
 FILE has the resolved settings of a run, in TOML. The check imports each function, validates its
 arguments, and calls losses and weights with three tokens. Without torch it checks only reward

@@ -8,9 +8,9 @@ import asyncio
 from pathlib import Path
 
 from slipstream.extensions.tinker.models import Entry, Models
-from slipstream.extensions.tinker.store import OperationStore
+from slipstream.extensions.tinker.operation_store import OperationStore
 from slipstream.learner.controller.records.state import RunState
-from slipstream.learner.controller.run import Run
+from slipstream.learner.controller.run import ControlledRun
 from slipstream.protocol.checkpoints import complete_steps
 from slipstream.v1 import operations_pb2 as pb
 
@@ -20,12 +20,12 @@ MAX_UNTOLD = 65536
 MIN_KEPT = 1024
 
 
-class Results:
+class OperationResults:
     """Writes results in the order in which operations end, and removes what is spent."""
 
     def __init__(
         self,
-        run: Run,
+        run: ControlledRun,
         state: RunState,
         store: OperationStore,
         checkpoints: Path,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from google.protobuf.unknown_fields import UnknownFieldSet
 from slipstream.extensions.tinker import wire_pb2 as wire
 from slipstream.extensions.tinker.contract import LOSS_INPUTS, SDK, Use
-from slipstream.extensions.tinker.requests import Refused, number
+from slipstream.extensions.tinker.request_fields import Refused, number
 from slipstream.v1 import operations_pb2 as pb
 
 TRAINER = "slipstream.extensions.tinker.trainer"
