@@ -239,6 +239,19 @@ async def test_a_fork_bomb_ends_and_leaves_nothing(backend: str) -> None:
     assert not marked(MARK)
 
 
+async def test_processes_that_nobody_waits_for_do_not_pile_up(backend: str) -> None:
+    program = (
+        "import os, time\n"
+        "for _ in range(3000):\n"
+        "    try:\n"
+        "        os.fork() or os._exit(0)\n"
+        "    except OSError:\n"
+        "        time.sleep(0.01)\n"
+    )
+    finished = await run(backend, program, seconds=30)
+    assert finished.ended_by == "processes"
+
+
 # Forks until the kernel refuses it, and says how many processes there were.
 FORKING = """
 import os, signal, sys

@@ -32,6 +32,9 @@ KILL_LIMIT_S = 10.0
 CHECK_PERIOD_S = 0.2
 # Seconds that the kernel may take to end a large process that it has chosen.
 OOM_RECENT_S = 10.0
+# Most ended processes that nobody waits for. Each keeps a number of the machine, which has 32,768
+# of them where nobody has set more.
+MOST_ZOMBIES = 256
 # Score with which the kernel ends a process first when memory runs out.
 EXPENDABLE = "1000"
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM}
@@ -115,7 +118,7 @@ class Keeper:
             self._reap()
             told_to_end = received is not None and received.si_signo == signal.SIGTERM
             if self._status is None:
-                self.cause = self._exceeded(process.descendants(os.getpid()))
+                self.cause = self._exceeded(*process.descendants_and_zombies(os.getpid()))
         if told_to_end and os.getppid() == self._parent:
             if self._status is None:
                 with contextlib.suppress(ProcessLookupError):
@@ -131,13 +134,18 @@ class Keeper:
         self._kill_all()
         return signal.SIGKILL if self._status is None else self._status
 
-    def _exceeded(self, processes: Sequence[process.Descendant]) -> str:
-        """Returns a description of the limit that `processes` exceed, or "" if none."""
+    def _exceeded(self, processes: Sequence[process.Descendant], num_zombies: int) -> str:
+        """Returns the limit that `processes`, and ended ones beside them, exceed, or ""."""
         bounds = self._bounds
         limit = bounds.memory_bytes
         if bounds.processes and len(processes) > bounds.processes:
             rule = f"{bounds.processes_setting} = {bounds.processes}"
             return f"it had {len(processes)} processes, more than {rule}"
+        if bounds.processes and num_zombies > MOST_ZOMBIES:
+            return (
+                f"it had {num_zombies} dead processes that none of its processes waits for, more "
+                f"than {MOST_ZOMBIES}"
+            )
         num_threads = sum(descendant.num_threads for descendant in processes)
         if bounds.threads and num_threads > bounds.threads:
             rule = f"{bounds.threads_setting} = {bounds.threads}"

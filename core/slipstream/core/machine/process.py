@@ -43,7 +43,13 @@ class Descendant:
 
 def descendants(root: int) -> list[Descendant]:
     """Returns the processes below `root` at this moment, without zombies."""
+    return descendants_and_zombies(root)[0]
+
+
+def descendants_and_zombies(root: int) -> tuple[list[Descendant], int]:
+    """Returns the processes below `root`, and how many others ended and keep their numbers."""
     processes: list[Descendant] = []
+    num_zombies = 0
     open_pids = [root]
     seen = {root}
     children = _lister()
@@ -56,7 +62,9 @@ def descendants(root: int) -> list[Descendant]:
             process = _seen(pid)
             if process is not None:
                 processes.append(process)
-    return processes
+            else:
+                num_zombies += 1
+    return processes, num_zombies
 
 
 def kill_orphans(own_pids: Collection[int]) -> bool:

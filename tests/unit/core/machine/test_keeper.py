@@ -163,6 +163,28 @@ def test_a_fork_bomb_is_ended_with_the_cause() -> None:
     ]
 
 
+def test_a_program_that_waits_for_none_of_its_children_is_ended_with_the_cause() -> (
+    None
+):
+    forks = (
+        "import os, sys, time\n"
+        "[os.fork() or os._exit(0) for _ in range(int(sys.argv[1]))]\n"
+        "time.sleep(float(sys.argv[2]))\n"
+    )
+    program = ("--processes", "16", "--", sys.executable, "-c", forks)
+    few = keeper(*program, "200", "1.0")
+    many = keeper(*program, "600", "3600")
+    _, errors = many.communicate(timeout=LIMIT_S)
+    assert many.returncode == -signal.SIGKILL
+    assert re.fullmatch(
+        r"it had \d+ dead processes that none of its processes waits for, "
+        r"more than 256\n",
+        errors,
+    )
+    assert few.communicate(timeout=LIMIT_S)[1] == ""
+    assert few.returncode == 0
+
+
 def test_a_process_with_the_number_of_another_one_is_not_killed() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:
