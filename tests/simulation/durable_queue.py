@@ -75,6 +75,7 @@ class QueueSender(QueueEnd):
         if self._queue.world.lies_now("lost delivery"):
             self._sent.add(trajectory_id, tokens)
             self.taken.add(trajectory_id, tokens)
+            self._queue.world.finished_episodes.lose(trajectory_id)
             return
         self._waiting[trajectory_id] = None
         try:
@@ -105,6 +106,9 @@ class QueueReceiver(QueueEnd):
         self.given = Tally()
         self.backlog = tuple(queue.entries)
         self._read: set[TrajectoryId] = set()
+
+    async def waiting(self) -> Sequence[TrajectoryId]:
+        return list(self._queue.entries)
 
     async def get(self) -> Delivery:
         while True:

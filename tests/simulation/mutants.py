@@ -178,6 +178,22 @@ MUTANTS: dict[str, Change | tuple[Change, ...]] = {
         "return trajectory_id in self._newest[1]",
         "return False",
     ),
+    "a server that joins again names nothing": Change(
+        "slipstream.rollout_server.service:RolloutServer._greeting",
+        "if sender is not None:",
+        "if False:",
+    ),
+    "a restart awaits only servers that were connected": Change(
+        f"{CONTROLLER}.leasing.leases:LeaseBook.restore",
+        "Awaited(holders)",
+        "Awaited({key.server_id for key in history.servers.connected} & set(holders))",
+    ),
+    # Rare: seed 3834 is the first.
+    "what a server put into the queue before it joined is not awaited": Change(
+        f"{CONTROLLER}.trajectories.intake:Intake.joined",
+        "self._ledger.unreceived(session.in_queue)",
+        "()",
+    ),
     # Rare: seed 746 is the first.
     "a group withdrawn at a restart loses what a batch put back": Change(
         f"{CONTROLLER}.trajectories.intake:Intake.withdraw",

@@ -25,7 +25,7 @@ from slipstream.client import client
 from slipstream.core.configuration.config_file import parse_config
 from slipstream.core.errors import RunFailed
 from slipstream.core.settings.config import Config
-from slipstream.core.types import ServerId, Trajectory
+from slipstream.core.types import ServerId, Trajectory, TrajectoryId
 from slipstream.extensions.redis import queue as redis
 from slipstream.extensions.redis import receiver as redis_receiver
 from slipstream.learner.controller import application
@@ -34,6 +34,8 @@ from slipstream.learner.controller.leasing.leases import LeaseBook
 from slipstream.learner.controller.leasing.shares import BatchChoice
 from slipstream.learner.controller.records import snapshots
 from slipstream.learner.controller.records.state import RunState
+from slipstream.learner.controller.servers.fleet import Fleet
+from slipstream.learner.controller.servers.session import ServerKey, ServerSession
 from slipstream.learner.controller.services import fleet_service
 from slipstream.learner.trainer import controller_client
 from slipstream.learner.trainer.ranks import activity
@@ -52,6 +54,7 @@ from support.references.plain_shares import MixedGroup, Moment, share_faults
 from simulation.blocking import THREADING, BlockingChannel, run_blocking, sleep
 from simulation.disk import Disk, OwnedJournal, close_files
 from simulation.durable_queue import DurableQueue
+from simulation.finished_episodes import FinishedEpisodes
 from simulation.fleet import (
     NUM_TASKS,
     NumberRenderer,
@@ -344,6 +347,7 @@ class World:
         # Signals that tell a server to leave, by the name of its process.
         self.stops: dict[str, asyncio.Event] = {}
         self.habits = Habits()
+        self.finished_episodes = FinishedEpisodes(self)
         # Number of trajectories that each server still spoils, by the lie and its process.
         self.lies: Counter[tuple[str, Process]] = Counter()
         self.violations: list[str] = []
@@ -445,6 +449,7 @@ class World:
     async def _keep_controller(self) -> None:
         for _ in range(20):
             process = self.spawn("controller")
+            self.finished_episodes.began_s = self.loop.now_s
             controller = self.controller = process.run(
                 functools.partial(application.Controller, self.config, OPEN)
             )
@@ -698,13 +703,27 @@ class World:
         def encode(trajectory: Trajectory) -> bytes:
             if self.lies_now("foreign run"):
                 trajectory = replace(trajectory, run_id="other-1")
+            else:
+                self.finished_episodes.add(trajectory)
             return encode_trajectory(trajectory)
 
         take_batch = LeaseBook.take_batch
+        reassign = LeaseBook.reassign
+        add_server = Fleet.add
 
         def take_and_judge(book: LeaseBook, choice: BatchChoice[Group]) -> list[Group]:
             self._judge_shares(book, choice)
             return take_batch(book, choice)
+
+        def check_and_reassign(
+            book: LeaseBook, group: Group, holder: ServerKey
+        ) -> None:
+            self.finished_episodes.check(group)
+            reassign(book, group, holder)
+
+        def add_and_note(fleet: Fleet, session: ServerSession) -> None:
+            self.finished_episodes.joined(session.key)
+            add_server(fleet, session)
 
         put = grpc.GrpcSender.put
         run_group = dispatcher.Dispatcher._run_group
@@ -714,6 +733,7 @@ class World:
             if self.lies_now("lost delivery"):
                 sender._sent.add(name, how["tokens"])
                 sender.taken.add(name, how["tokens"])
+                self.finished_episodes.lose(TrajectoryId(name))
             else:
                 await put(sender, name, data, **how)
 
@@ -727,6 +747,8 @@ class World:
             (dispatcher.Dispatcher, "_run_group", run_or_keep),
             (grpc.GrpcSender, "put", put_or_lose),
             (LeaseBook, "take_batch", take_and_judge),
+            (LeaseBook, "reassign", check_and_reassign),
+            (Fleet, "add", add_and_note),
             (application, "create_server", create_server),
             (application, "bind", bind),
             (application, "Journal", OwnedJournal),

@@ -35,7 +35,7 @@ the loop waits for neither of them.
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import NamedTuple
@@ -45,9 +45,10 @@ import grpc.aio
 from slipstream.core.errors import ConfigError, RunFailed
 from slipstream.core.patience import Patience
 from slipstream.core.settings.config import Config
-from slipstream.core.types import ServerId, TrajectoryId
+from slipstream.core.types import ServerId
 from slipstream.protocol.access.run_token import run_credentials
 from slipstream.protocol.access.security import call_metadata, cause_of, open_channel
+from slipstream.protocol.queue.base import TrajectorySender
 from slipstream.protocol.rich_errors import REFUSALS, Reason, broken_stream, has_reason
 from slipstream.rollout_server.episodes.calls import OutgoingMessages
 from slipstream.rollout_server.episodes.environments import ClientEnvironments, Environments
@@ -163,8 +164,7 @@ class RolloutServer:
                         for open_session in (*waiting, session)
                         if not open_session.dispatcher.idle.is_set()
                     ]
-                    undelivered = sender.undelivered
-                    following = await self._join(channel, stop, undelivered) if is_lost else None
+                    following = await self._join(channel, stop, sender) if is_lost else None
                 for session in waiting:
                     session.dispatcher.abandon()
                 for watch in watches:
@@ -207,17 +207,25 @@ class RolloutServer:
             refused_agents=lambda: sum(part.refused_agents() for part in self._parts),
         )
 
+    def _greeting(self, epoch: int, sender: TrajectorySender | None) -> fleet_pb2.ServerHello:
+        """Returns the hello of an epoch, with the trajectories that `sender` holds at present."""
+        engine = self._model.engine
+        greeting = hello(self._server_id, epoch, self._config, engine, process=self._process)
+        if sender is not None:
+            greeting.undelivered.extend(sender.undelivered[:MAX_UNDELIVERED])
+        return greeting
+
     async def _join(
         self,
         channel: grpc.aio.Channel,
         stop: asyncio.Event,
-        undelivered: Sequence[TrajectoryId] = (),
+        sender: TrajectorySender | None = None,
     ) -> _Joined | None:
         """Returns a stream that the controller welcomed, in a new epoch, or None if `stop` is set.
 
-        `undelivered` has the ids of trajectories that the controller may lack. Raises RunFailed if
-        no welcome comes within `controller.stall_timeout_s`, and ConfigError if the controller
-        refuses the server.
+        `sender` has the trajectories that the controller may lack. Raises RunFailed if no welcome
+        comes within `controller.stall_timeout_s`, and ConfigError if the controller refuses the
+        server.
         """
         patience = Patience(self._config.controller.stall_timeout_s)
         cause = logged_cause = ""
@@ -228,15 +236,14 @@ class RolloutServer:
             epoch = secrets.randbits(63)
             self._outbox.end()
             self._outbox = OutgoingMessages()
-            engine = self._model.engine
-            greeting = hello(self._server_id, epoch, self._config, engine, process=self._process)
-            greeting.undelivered.extend(undelivered[:MAX_UNDELIVERED])
-            self._outbox.put_nowait(fleet_pb2.ServerMessage(hello=greeting))
             call: JoinCall | None = None
             try:
                 async with asyncio.timeout(_WELCOME_LIMIT_S):
                     for part in self._parts:
                         await part.before_join()
+                    self._outbox.put_nowait(
+                        fleet_pb2.ServerMessage(hello=self._greeting(epoch, sender))
+                    )
                     call = fleet_pb2_grpc.FleetServiceStub(channel).Join(
                         self._outbox.messages(), metadata=self._metadata
                     )

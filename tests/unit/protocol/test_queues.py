@@ -203,6 +203,25 @@ async def test_a_new_receiver_is_given_what_the_last_one_did_not_acknowledge(
             assert await get(second, 30) == list(range(10, 40))
 
 
+async def test_a_receiver_knows_what_lies_in_the_queue_before_it_has_read_it(
+    make_place,
+):
+    place = make_place(100_000)
+    async with place.sender() as sender, place.receiver() as receiver:
+        # More than a receiver reads before somebody takes them.
+        await put(sender, *range(60))
+        waiting = {*await receiver.waiting(), *sender.undelivered}
+        assert waiting == set(map(name, range(60)))
+        assert await get(receiver, 60) == list(range(60))
+        await receiver.acknowledge(map(name, range(60)))
+        await until(lambda: not sender.queued_bytes)
+        await put(sender, 60)
+        waiting = {*await receiver.waiting(), *sender.undelivered}
+        assert name(60) in waiting
+        # Entries that were read last may be named once more.
+        assert len(waiting) <= 17
+
+
 async def test_an_id_that_is_put_twice_is_delivered_at_least_once_and_forgotten_once(
     make_place,
 ):

@@ -73,6 +73,8 @@ class RedisReceiver:
         self.added = 0
         # The largest id of an entry so far: all entries that are added later have larger ids.
         self._newest = (0, 0)
+        # Trajectories of the entries that were read last.
+        self._read_last: list[TrajectoryId] = []
         # Entries of each unacknowledged trajectory, with their sizes: several if a sender did not
         # get the answer to its XADD.
         self._entries: dict[TrajectoryId, dict[bytes, int]] = {}
@@ -103,6 +105,17 @@ class RedisReceiver:
             await self._stack.__aexit__(*raised)
             if self._to_forget:
                 await self._connection.persistently(self._delete)
+
+    async def waiting(self) -> Sequence[TrajectoryId]:
+        """Returns unacknowledged trajectories, and those of entries that are not read yet."""
+        after = b"(%d-%d" % self._newest
+        unread: list[TrajectoryId] = []
+        while True:
+            entries, *_ = await self._connection.persistently(partial(self._scan, after))
+            unread += _trajectories(entries)
+            if len(entries) < ENTRIES_PER_READ:
+                return [*self._entries, *self._read_last, *unread]
+            after = b"(" + entries[-1].entry_id
 
     async def get(self) -> Delivery:
         delivery = await self._deliveries.get()
@@ -137,9 +150,7 @@ class RedisReceiver:
                 partial(self._scan, after)
             )
             stream_bytes += sum(entry.size for entry in entries)
-            self.backlog += [
-                TrajectoryId(entry.request.trajectory_id) for entry in entries if entry.request
-            ]
+            self.backlog += _trajectories(entries)
             if len(entries) < ENTRIES_PER_READ:
                 break
             after = b"(" + entries[-1].entry_id
@@ -241,6 +252,7 @@ class RedisReceiver:
             if (number := _number(entry.entry_id)) > self._newest:
                 self.added = self.added + 1
                 self._newest = number
+        self._read_last = _trajectories(entries)
         return entries
 
     async def _deliver(self, entries: Iterable[_Entry]) -> None:
@@ -328,6 +340,11 @@ class _Entry:
     @property
     def size(self) -> int:
         return 0 if self.request is None else len(self.request.trajectory)
+
+
+def _trajectories(entries: Iterable[_Entry]) -> list[TrajectoryId]:
+    """Returns the ids of the entries that have a delivery."""
+    return [TrajectoryId(entry.request.trajectory_id) for entry in entries if entry.request]
 
 
 def _counts(inspected: Sequence[Any], connection: RedisConnection) -> tuple[int, int, Any]:

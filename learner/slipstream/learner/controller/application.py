@@ -302,7 +302,9 @@ class Controller:
         """Adds all services; returns their names, and the service that tells their health."""
         # The intake is last: what others withdraw has left the book before it looks for orphans.
         self._fleet.listeners = [*self.parts, self.intake]
-        fleet = FleetServicer(self._fleet, self._run, self.environments.relay)
+        fleet = FleetServicer(
+            self._fleet, self._run, self.environments.relay, self.books.queue.waiting
+        )
         fleet_pb2_grpc.add_FleetServiceServicer_to_server(fleet, server)
         trainer_pb2_grpc.add_TrainerServiceServicer_to_server(self.trainer, server)
         status_pb2_grpc.add_StatusServiceServicer_to_server(self.status, server)

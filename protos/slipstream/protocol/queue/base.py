@@ -110,6 +110,12 @@ class TrajectoryReceiver(Protocol):
     def backlog(self) -> Sequence[TrajectoryId]:
         """The trajectories that were in the queue when this receiver began; the oldest first."""
 
+    async def waiting(self) -> Sequence[TrajectoryId]:
+        """Returns the trajectories that lie in the queue; `get` may have returned some of them.
+
+        Those that senders keep until they are acknowledged are not among them.
+        """
+
     async def get(self) -> Delivery:
         """Waits for the next trajectory and returns it; an unacknowledged one may come again."""
 

@@ -180,6 +180,10 @@ class GrpcReceiver(trajectory_pb2_grpc.TrajectoryServiceServicer):
         # Always empty: senders keep unacknowledged trajectories.
         self.backlog: Sequence[TrajectoryId] = ()
 
+    async def waiting(self) -> Sequence[TrajectoryId]:
+        """Returns nothing: senders keep unacknowledged trajectories."""
+        return ()
+
     async def get(self) -> Delivery:
         """Waits for the next trajectory and returns it; see `TrajectoryReceiver`."""
         delivery = await self._waiting.get()

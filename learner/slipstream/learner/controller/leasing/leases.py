@@ -12,6 +12,7 @@ from slipstream.core import staleness
 from slipstream.core.group_sizes import GroupSizes
 from slipstream.core.types import GroupId, Purpose, Trajectory, TrajectoryName
 from slipstream.learner.controller.leasing import shares
+from slipstream.learner.controller.leasing.awaited import Awaited
 from slipstream.learner.controller.leasing.groups import (
     Fate,
     Group,
@@ -72,10 +73,10 @@ class LeaseBook:
         self._starts = history.starts
         for open_group in history.open_groups.values():
             self._keep(self._reopened(open_group))
-        # Servers that left before the earlier controller ended deliver nothing any more.
-        connected = {key.server_id for key in history.servers.connected}
-        holders = {group.server for group in history.open_groups.values()}
-        self.awaited = Awaited(connected & holders)
+        # A server whose stream was lost before the earlier controller ended may still live, and
+        # hold what it has finished.
+        holders = [group.server for group in history.open_groups.values()]
+        self.awaited = Awaited(holders)
 
     def _reopened(self, record: OpenGroup) -> Group:
         size = self.group_sizes.of(record.environment)
@@ -439,67 +440,3 @@ class ClosingLease:
     environment: str
     holder: ServerKey
     members: set[int] = field(default_factory=set)
-
-
-class Awaited:
-    """Episodes that an earlier controller leased and that may still arrive, finished or not.
-
-    A server is awaited until it has joined again. Its undelivered trajectories, and all
-    trajectories in the queue at the start, are awaited until they arrive. Until then no other
-    server gets their groups, which would then be sampled twice.
-    """
-
-    def __init__(self, servers: Iterable[str] = ()) -> None:
-        """Takes the names of the servers that may join again."""
-        self._servers = set(servers)
-        self._held: set[str] = set()
-        # Number of trajectories in `_held` by group.
-        self._groups: Counter[str] = Counter()
-        self._arrived: set[str] = set()
-        # Times of the first `look`, and of the first `look` after a trajectory was held or arrived.
-        self._began_s: float | None = None
-        self._since_s: float | None = None
-
-    def has(self, group: Group) -> bool:
-        """Whether trajectories of the group's members may still arrive."""
-        return group.awaits in self._servers or group.group_id in self._groups
-
-    def joined(self, server: str, undelivered: Iterable[str]) -> None:
-        """Notes that a server has joined again, and the ids of the trajectories that it holds."""
-        if server in self._servers:
-            self._servers.discard(server)
-            self.hold(undelivered)
-
-    def hold(self, trajectory_ids: Iterable[str]) -> None:
-        """Adds the ids of finished trajectories that have not been delivered yet."""
-        self._since_s = None
-        awaited = set(trajectory_ids) - self._arrived - self._held
-        self._held |= awaited
-        self._groups.update(name.partition(".")[0] for name in awaited)
-
-    def arrived(self, trajectory_id: str) -> None:
-        """Notes that a trajectory was delivered."""
-        if trajectory_id in self._held:
-            self._held.discard(trajectory_id)
-            self._since_s = None
-            group_id = trajectory_id.partition(".")[0]
-            self._groups[group_id] -= 1
-            if not self._groups[group_id]:
-                del self._groups[group_id]
-        elif self._servers:
-            self._arrived.add(trajectory_id)
-
-    def look(self, now_s: float, limit_s: float) -> None:
-        """Stops awaiting servers after `limit_s`, and trajectories once they stop arriving.
-
-        The first call starts the limit for servers. Trajectories are awaited until none has arrived
-        for `limit_s` seconds, so the wait for a long queue is longer than the wait for servers.
-        """
-        self._began_s = now_s if self._began_s is None else self._began_s
-        self._since_s = now_s if self._since_s is None else self._since_s
-        if now_s > self._began_s + limit_s:
-            self._servers.clear()
-            self._arrived.clear()
-        if now_s > self._since_s + limit_s:
-            self._held.clear()
-            self._groups.clear()

@@ -132,6 +132,10 @@ class TokenLedger:
         self._epochs.receive(key, tokens, sent)
         return True
 
+    def unreceived(self, trajectory_ids: Iterable[TrajectoryId]) -> list[TrajectoryId]:
+        """Returns those of the ids under which no trajectory was delivered or has ended."""
+        return [name for name in trajectory_ids if name not in self._seen]
+
     def end(self, trajectory: Trajectory, end: TrajectoryEnd, cause: str) -> None:
         """Counts and journals the end of a trajectory that no batch takes, and acknowledges it."""
         server = ServerKey(trajectory.server_id, trajectory.server_epoch)
@@ -279,6 +283,10 @@ class AccountedReceiver:
     @property
     def backlog(self) -> Sequence[TrajectoryId]:
         return self._receiver.backlog
+
+    async def waiting(self) -> Sequence[TrajectoryId]:
+        """Returns the trajectories that lie in the queue, like `TrajectoryReceiver.waiting`."""
+        return await self._receiver.waiting()
 
     async def get(self) -> Delivery:
         """Returns the next delivery, like `TrajectoryReceiver.get`; repeated deliveries count once.

@@ -14,12 +14,12 @@ dead if its stream ends or is silent for too long before that.
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import grpc.aio
-from slipstream.core.types import PolicyVersion, ServerId
+from slipstream.core.types import PolicyVersion, ServerId, TrajectoryId
 from slipstream.learner.controller.run import LoopClock, Stopwatch
 from slipstream.v1 import fleet_pb2, status_pb2
 
@@ -176,6 +176,8 @@ class ServerSession:
 
     key: ServerKey
     hello: fleet_pb2.ServerHello
+    # The trajectories, of any server, that lay in the queue when the stream began.
+    in_queue: Sequence[TrajectoryId] = ()
     state: fleet_pb2.ServerState = JOINING
     # The version that the server serves, or served last.
     version: PolicyVersion | None = None

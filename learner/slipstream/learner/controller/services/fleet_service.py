@@ -7,7 +7,7 @@ orders to the server. Waits for: its hello. Unblocked by: the hello, or the limi
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 
 import grpc
@@ -16,7 +16,7 @@ from slipstream.core.errors import ConfigError, ProtocolError, check_server_id
 from slipstream.core.group_sizes import group_sizes_of
 from slipstream.core.run_folder import JOURNAL, JOURNAL_LOG
 from slipstream.core.settings.algorithm_section import AlgorithmSection
-from slipstream.core.types import ServerId
+from slipstream.core.types import ServerId, TrajectoryId
 from slipstream.learner.controller.leasing.scheduler import Books, Scheduler
 from slipstream.learner.controller.publishing.receivers import misfit
 from slipstream.learner.controller.reporting.metrics import RunRecorder
@@ -87,8 +87,16 @@ def without_effect(settings: str, algorithm: AlgorithmSection) -> str:
 class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
     """Serves rollout servers: their streams, and their calls to environments of clients."""
 
-    def __init__(self, fleet: Fleet, run: ControlledRun, relay: Relay) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        run: ControlledRun,
+        relay: Relay,
+        waiting: Callable[[], Awaitable[Sequence[TrajectoryId]]],
+    ) -> None:
+        """Takes `waiting`, which returns the trajectories that lie in the queue."""
         self._fleet = fleet
+        self._waiting = waiting
         self._relay = relay
         self._run = run
         self._progress = run.progress
@@ -99,7 +107,11 @@ class FleetServicer(fleet_pb2_grpc.FleetServiceServicer):
         self, request_iterator: AsyncIterator[fleet_pb2.ServerMessage], context: CallContext
     ) -> AsyncIterator[fleet_pb2.ControllerMessage | bytes]:
         """Serves one server to the end of its stream; yields orders, a `JoinedOrder` encoded."""
+        # A server names what is not in the queue. What it has put there may not be read yet, and
+        # the hello comes later.
+        in_queue = await self._waiting()
         session = await self._greet(request_iterator, context)
+        session.in_queue = in_queue
         hello = session.hello
         algorithm = self._run.config.algorithm
         stated = without_effect(hello.engine_settings, algorithm)

@@ -21,6 +21,7 @@ from slipstream.core.types import (
     Purpose,
     Status,
     Trajectory,
+    TrajectoryId,
     TrajectoryName,
 )
 from slipstream.learner.algorithms.functions import is_trained
@@ -79,7 +80,9 @@ class Intake(ServerListener):
         self.inspector.earlier = EarlierIds(history, self._journal)
 
     def joined(self, session: ServerSession) -> None:
-        self._book.awaited.joined(session.name, session.hello.undelivered)
+        self._book.awaited.hold(self._ledger.unreceived(session.in_queue))
+        undelivered = map(TrajectoryId, session.hello.undelivered)
+        self._book.awaited.joined(session.name, self._ledger.unreceived(undelivered))
 
     def reported(self, session: ServerSession, report: fleet_pb2.ServerReport) -> None:
         num_sent = report.sent.trajectories

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 from slipstream.core.errors import RunFailed
-from slipstream.core.types import GroupId, ServerId
+from slipstream.core.types import GroupId, ServerId, TrajectoryId
 from slipstream.learner.controller.leasing import scheduler
 from slipstream.learner.controller.leasing.scheduler import Scheduler
 from slipstream.learner.controller.records.history import read_history
 from slipstream.learner.controller.records.journal import Journal, read_records
 from slipstream.learner.controller.servers.session import ServerKey
+from slipstream.learner.controller.trajectories.intake import Intake
 from slipstream.v1 import environment_pb2, fleet_pb2
 from support.fakes.plain_trajectory import plain_trajectory
 from support.fakes.slow_disk import SlowDisk, several_turns
@@ -157,17 +158,69 @@ async def test_after_a_restart_groups_wait_for_the_servers_that_may_have_finishe
     other = rig.serving("b", 0)
     await rig.lease()
     assert rig.orders(other) == []
-    rig.book.awaited.arrived(f"{first}.0.0.5")
-    rig.book.awaited.joined(
-        "a", [f"{first}.0.0.5", f"{second}.0.0.5", f"{second}.1.0.5"]
-    )
-    # The part that the server holds of the first group came before its hello.
+    rig.book.awaited.joined("a", [f"{second}.0.0.5", f"{second}.1.0.5"])
     await rig.lease()
     assert [order.group_id for order in rig.orders(other)] == [first]
     for member, leased in enumerate(([], [second])):
         rig.book.awaited.arrived(f"{second}.{member}.0.5")
         await rig.lease()
         assert [order.group_id for order in rig.orders(other)] == leased
+
+
+async def test_after_a_restart_groups_wait_for_a_server_whose_stream_was_lost_before(
+    rig: Rig, tmp_path: Path, next_journal: Journal
+) -> None:
+    session = rig.serving("a", 0)
+    await rig.lease()
+    (first, second) = (order.group_id for order in rig.orders(session))
+    rig.books.ledger.report(session.key, fleet_pb2.ServerReport(generated_tokens=7))
+    rig.books.ledger.journal_servers(lost=session.key)
+    rig.lose(session)
+    rig.journal.sync()
+    again = Rig(tmp_path, next_journal)
+    again.book.restore(read_history(read_records(rig.folder)))
+    other = again.serving("b", 0)
+    await again.lease()
+    assert again.orders(other) == []
+    again.book.awaited.joined("a", [f"{second}.1.0.5"])
+    await again.lease()
+    assert [order.group_id for order in again.orders(other)] == [first]
+
+
+async def test_a_server_that_joins_again_keeps_the_groups_of_what_it_has_finished(
+    rig: Rig,
+) -> None:
+    session = rig.serving("a", 0)
+    await rig.lease()
+    (first, second) = (order.group_id for order in rig.orders(session))
+    rig.lose(session)
+    rig.book.awaited.joined("a", [f"{first}.0.0.5", f"{first}.1.0.5"])
+    other = rig.serving("b", 0)
+    await rig.lease()
+    assert [order.group_id for order in rig.orders(other)] == [second]
+    # Another process of its name has nothing.
+    rig.book.awaited.joined("a", [])
+    await rig.lease()
+    assert [order.group_id for order in rig.orders(other)] == [first]
+
+
+async def test_a_trajectory_of_two_sources_is_awaited_until_it_arrives(
+    rig: Rig,
+) -> None:
+    session = rig.serving("a", 0)
+    await rig.lease()
+    (first, _) = (order.group_id for order in rig.orders(session))
+    rig.lose(session)
+    group = rig.book.groups[GroupId(first)]
+    awaited = rig.book.awaited
+    # Redis has it, and the answer to its server was lost.
+    awaited.hold([f"{first}.0.0.5"])
+    awaited.joined("a", [f"{first}.0.0.5"])
+    awaited.joined("a", [])
+    assert awaited.has(group)
+    awaited.joined("a", [f"{first}.0.0.5"])
+    awaited.arrived(f"{first}.0.0.5")
+    assert not awaited.has(group)
 
 
 async def test_after_a_restart_nobody_gets_a_group_of_which_a_trajectory_lies_in_the_queue(
@@ -215,6 +268,38 @@ async def test_after_a_restart_a_server_that_does_not_come_back_is_not_awaited_f
     rig.book.awaited.look(1015.1, 15.0)
     await rig.lease()
     assert [order.group_id for order in rig.orders(other)] == leased
+
+
+async def test_what_a_server_put_into_the_queue_before_it_joined_again_is_awaited(
+    rig: Rig, tmp_path: Path, next_journal: Journal
+) -> None:
+    rig, (first, second) = await restarted(rig, tmp_path, next_journal)
+    intake = Intake(rig.run, rig.books)
+    rig.books.ledger.receive(
+        ServerKey(ServerId("a"), 5), TrajectoryId(f"{second}.0.0.5"), 4
+    )
+    session = rig.serving("a", 0)
+    session.in_queue = [TrajectoryId(f"{first}.0.0.5"), TrajectoryId(f"{second}.0.0.5")]
+    session.hello.undelivered.append(f"{second}.0.0.5")
+    intake.joined(session)
+    awaits = [
+        rig.book.awaited.has(rig.book.groups[GroupId(g)]) for g in (first, second)
+    ]
+    # The second group's trajectory has come.
+    assert awaits == [True, False]
+
+
+async def test_a_server_that_names_trajectories_again_and_again_holds_up_no_queue(
+    rig: Rig, tmp_path: Path, next_journal: Journal
+) -> None:
+    rig, (first, second) = await restarted(rig, tmp_path, next_journal)
+    awaited = rig.book.awaited
+    awaited.hold([f"{first}.0.0.5"])
+    for now_s in (1000.0, 1010.0, 1015.1):
+        awaited.joined("a", [f"{second}.0.0.5"])
+        awaited.look(now_s, 15.0)
+    assert not awaited.has(rig.book.groups[GroupId(first)])
+    assert awaited.has(rig.book.groups[GroupId(second)])
 
 
 async def test_an_interrupted_group_goes_on_where_its_deadline_allows_it(

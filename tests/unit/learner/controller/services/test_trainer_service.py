@@ -27,8 +27,10 @@ from slipstream.learner.controller.services.trainer_service import (
 from slipstream.learner.controller.tasks import Relay
 from slipstream.learner.controller.trajectories.formed_batch import FormedBatch, Trained
 from slipstream.protocol.codec import TRAINER_EPOCH, version_to_pb
+from slipstream.protocol.queue.grpc import GrpcReceiver
 from slipstream.protocol.rich_errors import Reason
 from slipstream.v1 import fleet_pb2, trainer_pb2
+from support.fakes.queue_seals import without_seal
 from support.fakes.small_checkpoints import save_checkpoint
 from support.rigs.lease_rig import book_of
 from support.rigs.publishing_scene import joined, run_of
@@ -428,7 +430,7 @@ async def test_a_second_process_of_a_name_is_turned_away_with_one_event() -> Non
     run = run_of()
     fleet = Fleet(run)
     joined(fleet, "s").hello.process = 1
-    servicer = FleetServicer(fleet, run, Relay({}))
+    servicer = FleetServicer(fleet, run, Relay({}), GrpcReceiver(without_seal).waiting)
     hello = fleet_pb2.ServerHello(server_id="s", process=2, host="there")
     for _ in range(2):
         with pytest.raises(Refused):
