@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.core.errors import EPISODE_LIMIT
 from slipstream.core.template_values import OWNED
-from slipstream.rollout_server.agents.call_records import CallRecord
+from slipstream.rollout_server.agents.call_records import NOT_COMPARED, CallRecord
 from slipstream.rollout_server.agents.conversations import (
     AgentCall,
     AgentTurn,
@@ -151,40 +151,55 @@ _NEUTRAL: dict[str, object] = {
     "repetition_penalty": 1.0,
     "logit_bias": None,
 }
-# Settings of vLLM that would constrain what is sampled, replace the prompt or send the reply
-# elsewhere, or that nothing here serves. They are taken out, like fields that vLLM lacks.
-_UNSERVED = (
-    "response_format",
-    "bad_words",
-    "allowed_token_ids",
-    "length_penalty",
-    "min_tokens",
-    "thinking_token_budget",
-    "repetition_detection",
-    "ignore_eos",
-    "output_format",
-    "logit_bias",
-    "stop_token_ids",
-    "watermarking",
-    "prompt",
-    "prompt_logprobs",
-    "vllm_xargs",
-    "max_tool_calls",
-    "truncate_prompt_tokens",
-    "previous_input_messages",
-    "logprob_token_ids",
-    "add_special_tokens",
-    "kv_transfer_params",
-    "ec_transfer_params",
-    "cache_salt",
-    "priority",
-    "echo",
-    "mm_payload",
-    "return_mm_kwargs",
-    "routed_experts_prompt_start",
-    "truncation_side",
-    "return_prompt_text",
-    "return_token_offsets",
+# Fields that are served where vLLM's request has them. Others are taken out, so that no field of a
+# newer vLLM constrains what is sampled, replaces the prompt or sends the reply elsewhere.
+_SERVED = frozenset(
+    [
+        "add_generation_prompt",
+        "background",
+        "chat_template",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "documents",
+        "enable_response_messages",
+        "include",
+        "include_reasoning",
+        "include_stop_str_in_output",
+        "input",
+        "instructions",
+        "logprobs",
+        "max_completion_tokens",
+        "max_output_tokens",
+        "max_tokens",
+        "media_io_kwargs",
+        "messages",
+        "mm_processor_kwargs",
+        "model",
+        "output_config",
+        "parallel_tool_calls",
+        "previous_response_id",
+        "reasoning",
+        "reasoning_effort",
+        "request_id",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "seed",
+        "session_id",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "stop",
+        "stop_sequences",
+        "stream",
+        "stream_interval",
+        "system",
+        "text",
+        "thinking",
+        "tool_choice",
+        "tools",
+        "top_logprobs",
+        "truncation",
+        "use_beam_search",
+    ]
 )
 # Fields of vLLM, and of other engines, by which a reply keeps a schema, a pattern or a grammar.
 _FORMS = (
@@ -202,19 +217,8 @@ _FORMS = (
 # Types of a reply's format that promise nothing, in OpenAI's APIs a schema that is not strict too.
 _FREE_FORMATS = (None, "text", "json_object")
 # Fields that no reply depends on, whether vLLM has them or not.
-_WITHOUT_EFFECT = (
-    "metadata",
-    "client_metadata",
-    "store",
-    "safety_identifier",
-    "service_tier",
-    "speed",
-    "stream_options",
-    "cache_control",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "inference_geo",
+_WITHOUT_EFFECT = NOT_COMPARED.union(
+    ["store", "speed", "stream_options", "cache_control", "inference_geo"]
 )
 # Keys that are read, or have no effect, of fields that are objects, and of each tool, message
 # and result.
@@ -278,9 +282,10 @@ def rule(
     The latter has what holds in place of it, by the name of the setting, in the form of the header
     `SAMPLING_HEADER`. Raises Refusal for a request that cannot be served.
 
-    `fields` are those of vLLM's request, `variables` what the chat template reads. If the engine
-    `has_drafts`, the seed is ignored: drafts may repeat earlier replies. With their random numbers,
-    likely tokens would be accepted more often than their probability.
+    `fields` are those of vLLM's request, of which `_SERVED` are taken, and `variables` what the
+    chat template reads. If the engine `has_drafts`, the seed is ignored: drafts may repeat earlier
+    replies. With their random numbers, likely tokens would be accepted more often than their
+    probability.
     """
     _check_sampling(body)
     _check_forms(body)
@@ -292,7 +297,7 @@ def rule(
         for name, value in run_values.items()
         if body.get(name) is not None and body[name] != value
     }
-    ignored = _take_unserved(request, fields, variables)
+    ignored = _take_unserved(request, fields, variables, run_values.keys() - {"logit_bias"})
     unmet |= {_label(name): _NOT for name in ignored if name not in run_values}
     template_values = request.get("chat_template_kwargs")
     template_values = template_values if isinstance(template_values, dict) else {}
@@ -341,14 +346,20 @@ def _limited(body: Mapping[str, Any], sampling: Sampling) -> dict[str, Any]:
 
 
 def _take_unserved(
-    request: dict[str, Any], fields: Collection[str], variables: Collection[str]
+    request: dict[str, Any],
+    fields: Collection[str],
+    variables: Collection[str],
+    distribution: Collection[str],
 ) -> list[str]:
-    """Takes out the fields that nothing serves; returns those of them that ask for something."""
-    lacking = [name for name in request if name not in fields and name not in _WITHOUT_EFFECT]
+    """Takes out the fields that nothing serves; returns those of them that ask for something.
+
+    `distribution` names the settings whose values are the run's, where vLLM knows them.
+    """
+    served_fields = _SERVED.union(distribution).intersection(fields) | _WITHOUT_EFFECT
     if "documents" not in variables:
-        lacking.append("documents")
-    dropped = dict.fromkeys([*_UNSERVED, *lacking])
-    return [name for name in dropped if request.pop(name, None) not in _NOTHING]
+        served_fields -= {"documents"}
+    dropped = [name for name in request if name not in served_fields]
+    return [name for name in dropped if request.pop(name) not in _NOTHING]
 
 
 def _template_variables(

@@ -287,6 +287,18 @@ def test_what_would_constrain_the_reply_is_taken_out() -> None:
     )
 
 
+def test_a_field_that_only_a_newer_engine_has_is_taken_out_and_named() -> None:
+    body = {"model": "m", "messages": [], "next_constraint": {"words": ["x"]}}
+    request, unmet = rule(
+        body,
+        SAMPLING,
+        fields=(*FIELDS, "next_constraint"),
+        variables=EFFORTS,
+    )
+    assert request == {"model": "m", "messages": []}
+    assert unmet == {"next_constraint": "none (asked)"}
+
+
 SCHEMA = {
     "type": "json_schema",
     "name": "answer",
