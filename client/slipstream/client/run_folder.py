@@ -28,7 +28,7 @@ from slipstream.core.configuration.config_file import (
     with_first_line,
 )
 from slipstream.core.configuration.toml_text import parse_toml
-from slipstream.core.environment_rules import temperatures_of
+from slipstream.core.environment_rules import objectives_of, temperatures_of
 from slipstream.core.errors import CheckpointError, ConfigError
 from slipstream.core.extension import installed
 from slipstream.core.group_sizes import group_sizes_of
@@ -460,6 +460,7 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
         reason = "recorded replies carry this number of likely tokens"
         yield f"reference.top_k must stay {was_asked} {on}, got {is_asked}: {reason}"
     yield from _temperature_changes(before, now)
+    yield from _cut_changes(before, now)
     yield from _group_size_changes(before, now)
     names = [section.name for section in now.environments]
     for section in before.environments:
@@ -486,6 +487,41 @@ def _temperature_changes(before: Config, now: Config) -> Iterator[str]:
                 f"temperature of {name} must stay {old:g} when a run goes on, got {new:g}: "
                 "recorded replies were sampled with it"
             )
+
+
+def _cut_changes(before: Config, now: Config) -> Iterator[str]:
+    """Yields what cannot train recorded replies that engines sampled from a part of the tokens."""
+    cuts = " and ".join(f"{name} = {value!r}" for name, (value, _) in before.sampling.cuts.items())
+    if not cuts:
+        return
+    if before.replays_sampling:
+        # The learner computes over the recorded tokens, whatever is sampled now.
+        unlike: list[str] = []
+        if now.algorithm.kl.uses_top_k:
+            unlike.append(f"algorithm.kl.estimator = {now.algorithm.kl.estimator!r}")
+        if now.reference is not None and now.reference.server is not None:
+            unlike.append("reference.server")
+        if now.algorithm.agreement == "bits":
+            unlike.append("algorithm.agreement = 'bits'")
+        for setting in unlike:
+            yield (
+                f"{setting} must wait for a new run: recorded replies were sampled with {cuts}, "
+                "and it knows no part of the vocabulary"
+            )
+        return
+    readers: set[str] = set()
+    for objective in objectives_of(now).values():
+        readers |= objective.behavior_ratios.keys()
+    own_before = before.algorithm.own_functions
+    for kind, function in now.algorithm.own_functions.items():
+        # A function that the run began with was tried with these settings.
+        if kind in ("loss", "weight") and own_before.get(kind) != function:
+            readers.add(f"algorithm.{kind} = {function!r}")
+    for reader in sorted(readers):
+        yield (
+            f"{reader} must wait for a new run: recorded replies were sampled with {cuts}, without "
+            "a record of the tokens that were left out, and it would compare unlike probabilities"
+        )
 
 
 def _group_size_changes(before: Config, now: Config) -> Iterator[str]:

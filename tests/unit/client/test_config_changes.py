@@ -12,7 +12,7 @@ from slipstream.core.models.model_files import tokenizer_digest
 from slipstream.core.settings.config import Config
 from slipstream.core.settings.section import Fixed, Growing
 from slipstream.core.settings.sections import EnvironmentSection
-from support.fakes.small_configs import SMALLEST, small_config
+from support.fakes.small_configs import SMALLEST, config_with, small_config
 
 
 def config(**changes: object) -> Config:
@@ -326,3 +326,81 @@ def test_the_size_of_an_environments_groups_must_stay() -> None:
             ConfigError, match="group_size of e must stay .* when a run goes on"
         ):
             check_resumable(before, now)
+
+
+# Images exclude records of what was left out, so that no ratio is right.
+UNRECORDED = {
+    "sampling.top_p": 0.9,
+    "sampling.max_images": 1,
+    "algorithm.weight": "none",
+}
+RECORDED = {"sampling.top_p": 0.9, "sampling.top_k": 50}
+OWN = "extensions.by_environment.environments.math"
+MATH: dict[str, object] = {
+    "environments": [{"name": "math", "reference": "slipstream.environments.echo:Echo"}]
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "setting"),
+    [
+        ({"algorithm.weight": "token"}, "algorithm.weight = 'token'"),
+        (
+            {"algorithm.weight": "none", "algorithm.loss_args": {"ratio": "behavior"}},
+            "algorithm.loss_args.ratio = 'behavior'",
+        ),
+        (
+            {
+                "algorithm.weight": "none",
+                **MATH,
+                f"{OWN}.loss": "ppo",
+                f"{OWN}.loss_args": {"ratio": "behavior"},
+            },
+            "algorithm.loss_args.ratio = 'behavior'",
+        ),
+        (
+            {"algorithm.weight": "none", "algorithm.loss": "own:loss"},
+            "algorithm.loss = 'own:loss'",
+        ),
+    ],
+)
+def test_replies_of_an_unrecorded_cut_are_compared_with_no_policy_later(
+    changes: dict[str, object], setting: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_resumable(config_with(MATH | UNRECORDED), config_with(changes))
+    line = str(caught.value)
+    assert line.startswith(f"{setting} must wait for a new run: ")
+    assert "sampling.top_p = 0.9" in line
+
+
+def test_a_run_that_compares_nothing_goes_on_without_its_cut() -> None:
+    now = config_with({"algorithm.weight": "none"})
+    check_resumable(config_with(UNRECORDED), now)
+
+
+def test_replies_of_a_recorded_cut_keep_what_computes_over_its_tokens() -> None:
+    now = config_with({"algorithm.agreement": "bits"})
+    with pytest.raises(ConfigError, match="knows no part of the vocabulary"):
+        check_resumable(config_with(RECORDED), now)
+
+
+def test_replies_of_a_recorded_cut_keep_a_reference_that_knows_it() -> None:
+    likely_tokens = {
+        "reference.path": "model",
+        "reference.top_k": 8,
+        "algorithm.kl.coefficient": 0.1,
+        "algorithm.kl.estimator": "forward_top_k",
+    }
+    now = config_with(likely_tokens)
+    before = now.model_copy(update={"sampling": config_with(RECORDED).sampling})
+    with pytest.raises(
+        ConfigError, match=r"algorithm\.kl\.estimator = 'forward_top_k' must wait"
+    ):
+        check_resumable(before, now)
+
+
+def test_a_recorded_cut_may_end_with_any_weight() -> None:
+    check_resumable(
+        config_with(RECORDED), config_with({"algorithm.weight": "sequence"})
+    )
