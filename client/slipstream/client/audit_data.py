@@ -67,6 +67,12 @@ _OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "×": op
 # Answers that must belong to the prompts of neighbours, and how many times as many as to their own.
 _SHIFTED = 8
 _FAR_MORE = 4
+# A prompt that asks for the letter of an option, not for its text.
+_ASKS_LETTER = re.compile(
+    r"\b(?:reply|answer|respond|end|write|give|say|choose|output|return|state)\b[^.\n]{0,40}"
+    r"\b(?:letters?|A, B, C(?:,| or))(?! and )\b",
+    re.IGNORECASE,
+)
 _CUT_DECIMALS = re.compile(r"-?\d+\.")
 
 
@@ -103,7 +109,7 @@ def surprises(rows: Sequence[Row], *, is_interactive: bool) -> Iterator[str]:
     yield from _odd(answered)
     yield from _damaged(rows, answered)
     yield from _shifted(answered)
-    if revealed := _told(answered):
+    if revealed := [*_told(answered), *_said_before(solved)]:
         yield f"the prompt holds the right answer in {_such_as(revealed, solved)}"
     if solved and len(solved) < len(rows):
         lacking = [row.index for row in rows if not row.right]
@@ -248,14 +254,12 @@ def _fits(row: Row) -> bool:
     """Whether the answer is of the kind that the prompt asks: an option of it, or a number."""
     if options := _options(row.prompt):
         letters = {*re.findall(r"\b[A-H]\b", row.answer)}
-        text = key_of(row.answer)
-        return (
-            bool(letters)
-            and letters <= options.keys()
-            or any(
-                re.match(rf"{re.escape(text)}(?!\w)", key_of(option)) for option in options.values()
-            )
-        )
+        if letters and letters <= options.keys():
+            return True
+        if _ASKS_LETTER.search(row.prompt) is not None:
+            return False
+        text = re.escape(key_of(row.answer))
+        return any(re.match(rf"{text}(?!\w)", key_of(option)) for option in options.values())
     return _kind(row.answer) in ("a number", "a formula") or _ASKS_NUMBER.search(row.prompt) is None
 
 
@@ -298,6 +302,19 @@ def _told(rows: Sequence[Row]) -> list[Row]:
         )
         indices |= revealed if len(revealed) > 2 * by_chance else set()
     return [row for row in rows if row.index in indices]
+
+
+def _said_before(rows: Sequence[Row]) -> list[Row]:
+    """Returns rows without an answer in which a reply of the prompt is the right one."""
+    return [
+        row
+        for row in rows
+        if not row.answer.strip()
+        and any(
+            role == "assistant" and key_of(text.strip()) == key_of(row.reply.strip())
+            for role, text in row.said
+        )
+    ]
 
 
 def _holds(text: str, form: str, answer: str) -> bool:

@@ -95,3 +95,30 @@ def test_passages_that_neighbours_share_are_not_called_shifted() -> None:
     numbers = range(len(TOWNS))
     prompts = [f"{passage} Where did train {number} go?" for number in numbers]
     assert not shown_as_shifted(prompts, list(TOWNS))
+
+
+def test_a_prompt_that_asks_for_a_letter_has_letters_as_answers() -> None:
+    options = [
+        f"What is {n} + 2? A) {n + 2} B) {n + 4} C) {n - 1}" for n in range(1, 9)
+    ]
+    values = [str(n + 2) for n in range(1, 9)]
+    prompts = [f"{question}\nReply with the letter." for question in options]
+    letters = ["A"] * 4 + ["B"] * 4
+    misfit = "is not of the kind that the prompt asks"
+    assert misfit in told(prompts, values)
+    assert misfit not in told(prompts, letters)
+    assert misfit not in told(options, values)
+
+
+def test_a_reply_of_the_prompt_that_is_the_right_one_is_told() -> None:
+    def said(reply: str) -> str:
+        messages = [
+            ("user", "What is 2 + 3?"),
+            ("assistant", reply),
+            ("user", "Again."),
+        ]
+        rows = [Row(0, messages, reply="5")]
+        return "\n".join(surprises(rows, is_interactive=False))
+
+    assert "the prompt holds the right answer in 1 of 1" in said("5")
+    assert "holds the right answer" not in said("6")
