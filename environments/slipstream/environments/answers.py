@@ -5,6 +5,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable
+from typing import NamedTuple
 
 # A sign belongs to a number unless it follows another one: "12-3" ends in 3.
 _PLAIN = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][-+]?\d+)?"
@@ -34,7 +35,26 @@ _THOUSANDS = re.compile(
     # Several points are not those of a fraction; India groups lakhs by two.
     r"|(?<![\d.,])\d{1,3}(?:\.\d{3}){2,}(?![\d.])|(?<![\d.,])\d{1,2}(?:,\d{2})+,\d{3}(?![\d,])"
 )
-_CURRENCY = r"(?:[€£¥₹]|(?:(?:US )?dollars?|euros?|USD|EUR|GBP|JPY|INR)\b)"
+
+
+class _Currency(NamedTuple):
+    """How texts name a currency: by a sign, by a word behind a number, by a code."""
+
+    sign: str
+    code: str
+    words: str = ""
+
+
+_CURRENCIES = {
+    "dollar": _Currency(r"\\\$|\$(?=\d[\d,.]*+(?!\$))", "USD", words=r"(?:US )?dollars?"),
+    "euro": _Currency("€", "EUR", words=r"euros?"),
+    # A pound may be a weight.
+    "pound": _Currency("£", "GBP"),
+    "yen": _Currency("¥", "JPY", words="yen"),
+    "rupee": _Currency("₹", "INR", words=r"rupees?"),
+}
+_CURRENCY_NAMES = [name for money in _CURRENCIES.values() for name in (money.words, money.code)]
+_CURRENCY = rf"(?:[€£¥₹]|(?:{'|'.join(filter(None, _CURRENCY_NAMES))})\b)"
 _MONEY = re.compile(
     r"\b(?:US|CA|AU)(?=\\?\$\d)|\\\$|[€£¥₹]\s*(?=[-.\d])"
     rf"|(?<=\d)\s*{_CURRENCY}|(?<=\d [mbt]illion) {_CURRENCY}|(?<=\d thousand) {_CURRENCY}"
@@ -42,16 +62,13 @@ _MONEY = re.compile(
 )
 # How a text names each currency, and each scale of temperature, of which the same holds.
 CURRENCIES = {
-    name: re.compile(form, re.IGNORECASE)
-    for name, form in {
-        "dollar": r"\\\$|\$(?=\d[\d,.]*+(?!\$))|\d (?:US )?dollars?\b|\bUSD\b",
-        "euro": r"€|\d euros?\b|\bEUR\b",
-        "pound": r"£|\bGBP\b",
-        "yen": r"¥|\d yen\b|\bJPY\b",
-        "rupee": r"₹|\d rupees?\b|\bINR\b",
-        "cent": r"¢|\d cents?\b",
-    }.items()
+    name: re.compile(
+        rf"{money.sign}|\b{money.code}\b" + (rf"|\d {money.words}\b" if money.words else ""),
+        re.IGNORECASE,
+    )
+    for name, money in _CURRENCIES.items()
 }
+CURRENCIES["cent"] = re.compile(r"¢|\d cents?\b", re.IGNORECASE)
 _TEMPERATURES = {
     scale: re.compile(rf"(?:°|\\circ\}}?)[ $]*(?:\\\w+\{{ *)?{scale}\b", re.IGNORECASE)
     for scale in "CF"
@@ -100,19 +117,22 @@ _OBJECT = re.compile(
 # A command of LaTeX, whose backslash JSON would have twice.
 _COMMAND = re.compile(r"(?<!\\)\\(?!u[0-9a-fA-F]{4})[A-Za-z]{2}")
 # An answer alone in the first line, before what explains it and does not take it back.
-_FIRST = re.compile(
+FIRST_LINE = re.compile(
     r"\s*+((?:(?!\n|=|(?<![\\A-Za-z])[A-Za-z]{2}).)++)\n\W*+(?:explanation|because|since|reason\w*|why"
     r"|note|check|steps?|work\w*|proof|solution|calculation|rationale|details|here|this|we|as|to"
     r"|[A-Z] is)\b"
     r"(?!.*\b(?:wait|actually|correction|sorry|mistake)\b)",
     re.DOTALL | re.IGNORECASE,
 )
+# Words for an answer before what it is, and marks behind which one stands, in other languages.
+ANSWER_WORDS = r"Antwort|réponse|respuesta|resposta|risposta|ответ"
+ANSWER_MARKS = r"(?:答案|答え|正解|정답)[是为选はが은는]?|(?<!不)[选選][项項择擇]?(?=\s*[A-Z(])"
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}|\s*/\s*")
 _JOINED = re.compile(r"[\s$,.;]*(and|or)?[\s$,.;]*")
 _SAID = re.compile(
-    r"(?:\b(?:answer|option|choice|Antwort|réponse|respuesta|resposta|risposta|ответ)"
+    rf"(?:\b(?:answer|option|choice|{ANSWER_WORDS})"
     r"(?: corre[ct]ta)?(?: ist?| est?| [eé] | è|\s*:| =| -(?= [A-Z(*]))|(?<!#)####(?!#)"
-    r"|(?:答案|答え|正解|정답)[是为选はが은는]?|(?<!不)[选選][项項择擇]?(?=\s*[A-Z(]))\s*:?\s*"
+    rf"|{ANSWER_MARKS})\s*:?\s*"
     r"(?:(?:\\\[|\$\$)\s*\n\s*)?(.*?)(?=[.!?](?:\s|$)|\n|$)",
     re.IGNORECASE,
 )
@@ -218,7 +238,7 @@ def final_of(text: str) -> str:
     if stated:
         return str(stated[-1]).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    first = _FIRST.match(text)
+    first = FIRST_LINE.match(text)
     return lines[0] if len(lines) == 1 else first[1].strip() if first is not None else ""
 
 

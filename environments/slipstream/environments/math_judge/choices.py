@@ -54,6 +54,16 @@ _NEGATION = re.compile(
 )
 
 
+# Letters by which two words are forms of one.
+_STEM = 6
+_ARTICLES = frozenset(
+    [
+        "a",
+        "an",
+        "of",
+        "the",
+    ]
+)
 _WORDS_OF_REASON = frozenset(
     ["Because", "Since", "As", "Correct", "Right", "This", "That", "It", "Final", "True", "Yes"]
 )
@@ -96,17 +106,25 @@ class Choice:
         behind = "" if match is None else match[4].strip()
         if self._value is None:
             return True
-        if not re.fullmatch(r"[-\d$].*", behind) and not self._is_other_name(behind):
-            return True
-        return self._value.agrees(behind) is not False
+        agrees = self._value.agrees
+        if re.fullmatch(r"[-\d$].*", behind):
+            return agrees(behind) is not False
+        return not self._is_other_name(behind) or agrees(behind) is True
 
     def _is_other_name(self, behind: str) -> bool:
         """Whether words behind the letter are as short a name as the answer's, and none of it."""
         words = re.findall(r"\w+", behind)
-        right_words = {word.casefold() for word in re.findall(r"\w+", self._value_text)}
-        is_name = bool(words) and words[0][0].isupper() and words[0] not in _WORDS_OF_REASON
-        shares_words = not right_words.isdisjoint(word.casefold() for word in words)
-        return is_name and len(words) <= len(right_words) and not shares_words
+        right_words = re.findall(r"\w+", self._value_text)
+        names = [word.casefold() for word in words if word.casefold() not in _ARTICLES]
+        if not names or len(words) > len(right_words):
+            return False
+        first_word = words[0]
+        if not first_word[0].isupper() or first_word in _WORDS_OF_REASON:
+            return False
+        # A mitochondrion is of the mitochondria.
+        right_stems = {word.casefold()[:_STEM] for word in right_words}
+        stems = {name[:_STEM] for name in names}
+        return right_stems.isdisjoint(stems)
 
 
 def chosen_letter(text: str) -> str | None:

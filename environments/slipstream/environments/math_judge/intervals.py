@@ -69,6 +69,16 @@ _ASKS_INTERVAL = re.compile(
 _SIGNED = re.compile(rf"\s*{_ANY}\s*([^<>=]+)")
 
 
+# Bounds in words, with their signs; the longer ones first.
+_SPOKEN_BOUNDS = (
+    (r"(?:greater|larger|more) than or equal to|at least|no (?:less|smaller) than", r"\ge"),
+    (r"(?:less|smaller) than or equal to|at most|no (?:more|greater|larger) than", r"\le"),
+    (r"(?:strictly )?(?:greater|larger|more) than", ">"),
+    (r"(?:strictly )?(?:less|smaller) than", "<"),
+)
+_ABSOLUTE = re.compile(rf"\|\s*({_LETTER})\s*\|\s*{_LESS}\s*([^<>=|]+)")
+
+
 class Span(NamedTuple):
     """An interval by the formulas of its ends, and whether they belong to it."""
 
@@ -139,6 +149,10 @@ def _plain(text: str) -> str:
         text,
     )
     text = re.sub(r"\+\s*\\infty", r"\\infty", text)
+    for words, sign in _SPOKEN_BOUNDS:
+        template = sign.replace("\\", r"\\")
+        text = re.sub(rf"(?:\bis |\bmust be )?\b(?:{words})\b", template, text)
+    text = _ABSOLUTE.sub(r"-(\3) \2 \1 \2 \3", text)
     return plain_words(text) if "\\mathbb" not in text else text
 
 

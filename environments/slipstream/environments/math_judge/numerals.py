@@ -70,6 +70,13 @@ _RATIONAL = re.compile(
     rf"(-?)\s*(?:(\d+)\s*)?\\[dtc]?frac\s*\{{\s*{_TERM}\s*\}}\s*\{{\s*{_TERM}\s*\}}"
     rf"|(-?)\s*(?:(\d+)\s+)?\(?{_TERM}\s*/\s*{_TERM}\)?"
 )
+# 0.1\overline{6}, whose last digits repeat without end.
+_REPEATING = re.compile(
+    r"(-?)(\d*)\.(\d*)"
+    r"\\(?:overline|bar|dot)"
+    rf"\s*\{{?(\d+)\}}?({_PERCENT})?"
+)
+_PERCENTAGE = re.compile(rf"(.*\d.*?[\d}}]){_PERCENT}", re.IGNORECASE)
 _SHORT_FRACTION = re.compile(r"\\([dtc]?frac)\s*(\d)\s*(\d)")
 _HALF_SHORT_FRACTION = re.compile(r"\\([dtc]?frac)\s*(?:\{(\d+)\}\s*(\d)|(\d)\s*\{(\d+)\})")
 _SCIENTIFIC = re.compile(
@@ -114,6 +121,13 @@ def number_in(
         return _signed(sign, Fraction(f"{integer}.{part}")) / (100 if percent else 1)
     if (rational := _RATIONAL.fullmatch(text)) is not None:
         return _rational(rational)
+    if (repeating := _REPEATING.fullmatch(text)) is not None:
+        return _repeating(repeating)
+    if (percentage := _PERCENTAGE.fullmatch(text)) is not None:
+        rational = _RATIONAL.fullmatch(percentage[1])
+        number = None if rational is None else _rational(rational)
+        if number is not None:
+            return number / 100
     if (scientific := _SCIENTIFIC.fullmatch(text)) is not None:
         digits, exponent, other_digits, other_exponent = scientific.groups()
         power = int(exponent or other_exponent)
@@ -131,6 +145,20 @@ def number_in(
 
 def _signed(sign: str, number: Fraction) -> Fraction:
     return -number if sign else number
+
+
+def _repeating(match: re.Match[str]) -> Fraction:
+    """Returns the number whose last digits repeat without end."""
+    sign, integer, fixed, period, percent = match.groups()
+    number = Fraction(f"{integer or 0}.{fixed or 0}")
+    nines = 10 ** len(period) - 1
+    number += Fraction(
+        int(period),
+        nines * 10 ** len(fixed),
+    )
+    if percent:
+        number /= 100
+    return _signed(sign, number)
 
 
 def _rational(match: re.Match[str]) -> Fraction | None:

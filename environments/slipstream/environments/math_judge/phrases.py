@@ -4,6 +4,21 @@ import re
 
 from slipstream.environments.answers import bare
 
+# Words of other languages that say what an answer is not: before it, and behind it.
+_NEGATIONS = (
+    # German, French, Spanish and Catalan, Portuguese, Italian.
+    r"nicht|keine?|n'est|pas|no (?:es|son|és)|não|non",
+    # Dutch, Swedish, Danish and Norwegian, Finnish, Polish and Czech, Hungarian, Romanian.
+    r"niet|geen|inte|ikke|ei ole|nie (?:jest|są|to)|není|nem|nu este",
+    # Russian and Ukrainian, Greek, Indonesian, Vietnamese, Hebrew, Arabic.
+    r"не|δεν|bukan|không phải|לא|ليست?",
+)
+_NEGATIONS_BEHIND = r"değil|नहीं|아니|아닙|ではな|ではあり|じゃな|じゃあり"
+FOREIGN_NEGATION = re.compile(
+    rf"(?<!\\)\b(?:{'|'.join(_NEGATIONS)})\b(?!-)"
+    rf"|不[是为]|並非|并非|ไม่ใช่|{_NEGATIONS_BEHIND}",
+    re.IGNORECASE,
+)
 # Asides: a value that the answer is not, or a reason.
 _ASIDE = re.compile(
     r"\s*\((?:or|i\.?e\.?|that is|which is|equivalently|about|approximately|roughly)\b[^()]*\)"
@@ -11,6 +26,7 @@ _ASIDE = re.compile(
     r"|,? which (?:matches|corresponds to|is (?:option|choice|answer)|agrees with)\b.*$"
     r"|\s*\((?:check|verification|note|proof)\b[^()]*\)"
     r"|(?<!\s),?\s*+不是[^.]*$"
+    rf"|,\s+(?:und |et |y |e |и )?(?:{FOREIGN_NEGATION.pattern})[^.]*$"
     r"|(?<!\s),?\s*+\bnot\b[^.]*?\bbut\b"
     r"|\b(?:(?:definitely|certainly|clearly) )?(?:not|neither) [^.;,]{1,40}[;,]\s+"
     r"(?=(?:it|that)(?:'s| is)\b)"
@@ -43,7 +59,8 @@ _ENDS_WITH = re.compile(
     r"(?:(?!\b(?:not|no|never|nobody|if|whether|or)\b|n't)[^.!?\n])*"
     r"\b(?:is|are|was|were|equals?|becomes?|be|called|named|spells|reads|gives?|yields?|says?"
     r"|prints?|outputs?|returns?|shows?|displays?|forms?|lautet|totals?"
-    r"|get|obtain|have|to|ist|est|es|é|è"
+    r"|get|obtain|have|to|ist|est|es|é|è|raises?|throws?"
+    r"|(?:has|have) the (?:\w+ )?formula"
     r"|(?:falls?|fell|lands?|happens?|occurs?) (?:on|in))"
     r"(?: (?:therefore|thus|then|simply|just|exactly|indeed|written|spelled|denoted|called|named"
     r"|given by|equal to|as))*+"
@@ -68,7 +85,7 @@ _BOUND = re.compile(
     r"|between|neither|nor|maybe|perhaps|possibly|probably not|never|cannot"
     r"|(?:could|might|may) (?:also )?be"
     r"|(?:min|max)imum of|anything but|no (?:more|less|fewer) than|exceeds?"
-    r"|nicht|no es|pas|não|не)\b|不[是为]"
+    rf")\b|{FOREIGN_NEGATION.pattern}"
     r"|\bis (?:wrong|incorrect|false)\b"
     r"|n't (?:(?:be|equal(?: to)?|have been) )?(?=[-\d])"
     r"|(?<!\d )\b(?:over|under|up to|nearly|almost) -?[\d.,%]+\Z|\d\+\s*\Z"

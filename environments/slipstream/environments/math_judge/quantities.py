@@ -47,6 +47,8 @@ _CODE = re.compile(
 )
 _DECIMAL_COMMA = re.compile(r"(?<![\d,])(\d+),(\d{1,2})(?=\s*[A-Za-z°%\\])")
 _CLOCK = re.compile(r"(\d+):([0-5]\d)(?::([0-5]\d))?")
+# Letters behind a number that may be no sign of a unit: "a" is a word, and M mol/L or million.
+_LETTERS_WITHOUT_UNIT = ("a", "m")
 _SKIPPED = re.compile(
     r"\s*(?:(?:full"
     r"|whole|more|extra"
@@ -172,7 +174,9 @@ class Quantity:
             return any(map(self._same, same if is_near else same[-1:]))
         if self._dimensions == (("angle", 1),) and "\\pi" in text:
             return self._same(Amount(amounts[-1].number, Unit(1.0, self._dimensions)))
-        if with_unit:
+        last_word = amounts[-1].word
+        is_sign = len(last_word) == 1 and last_word not in _LETTERS_WITHOUT_UNIT
+        if with_unit or is_sign:
             return False
         return math.isclose(amounts[-1].number, self._amount.number, rel_tol=_NEAR)
 

@@ -3,7 +3,15 @@
 import re
 from dataclasses import dataclass
 
-from slipstream.environments.answers import TAGGED, boxed, packed_answer, plain
+from slipstream.environments.answers import (
+    ANSWER_MARKS,
+    ANSWER_WORDS,
+    FIRST_LINE,
+    TAGGED,
+    boxed,
+    packed_answer,
+    plain,
+)
 
 # Punctuation of the sentence that stands inside a formula: \[\frac{3}{4}.\]
 _INNER_STOP = re.compile(r"(?<!\\)[.,;:]++\s*(?=\\\]|\\\)|\$\$)|(?<![\\.])[.,;](?=\$(?!\d))")
@@ -20,14 +28,13 @@ _WORDS_COMMAND = re.compile(
     r"\s*\{([^{}]*)\}"
 )
 
-_LANGUAGES = r"Antwort|réponse|respuesta|resposta|risposta|ответ"
 _STATED = re.compile(
-    rf"(?:\b(?:(?:answer|option|choice|{_LANGUAGES})(?: corre[ct]ta| final(?:e)?| correcte)?"
+    rf"(?:\b(?:(?:answer|option|choice|{ANSWER_WORDS})(?: corre[ct]ta| final(?:e)?| correcte)?"
     r"(?:(?: to(?: \w+){1,4})? (?:is|should be|must be|would be|will be|equals)\b"
     r"| ist?\b| lautet\b| est?\b| [eé]\b| è|\s*:| =| -(?= [A-Z(*]))"
     r"|(?:(?<=\n)|(?<=\A))(?:final )?(?:solution|result|conclusion) ?:(?![^\n]*\n\s*\S))"
     r"|(?<!#)####(?!#)"
-    r"|(?:答案|答え|正解|정답)[是为选はが은는]?|(?<!不)[选選][项項择擇]?(?=\s*[A-Z(]))\s*:?\s*\}?\s*"
+    rf"|{ANSWER_MARKS})\s*:?\s*\}}?\s*"
     r"(?:(?:\\\[|\$\$)\s*\n\s*)?(.*?)(?=[.!?](?:\s|$)|\n|$)([.!?]?)",
     re.IGNORECASE,
 )
@@ -52,14 +59,6 @@ _TAKEN_BACK = re.compile(
 # The end of a sentence. "p.m. The" ends one, "3.5" and "a.m. and" do not.
 _SENTENCE_END = re.compile(
     r"(?<=[.!?。])(?<!\b[A-Z]\.)\s+(?=[A-Z\\$(*\u3040-\u9fff-])|(?<=[。])|\n+"
-)
-# An answer alone in the first line, before what explains it and does not take it back.
-_FIRST_LINE = re.compile(
-    r"\s*+((?:(?!\n|=|(?<![\\A-Za-z])[A-Za-z]{2}).)++)\n\W*+(?:explanation|because|since|reason\w*|why"
-    r"|note|check|steps?|work\w*|proof|solution|calculation|rationale|details|here|this|we|as|to"
-    r"|[A-Z] is)\b"
-    r"(?!.*\b(?:wait|actually|correction|sorry|mistake)\b)",
-    re.DOTALL | re.IGNORECASE,
 )
 
 
@@ -134,7 +133,7 @@ def _marked(text: str) -> tuple[tuple[str, ...] | None, str]:
         return (stated[:1] if is_taken_back else (stated[0], content)), stated[1]
     if (stated := _stated(text)) is not None:
         return (stated[0],), stated[1]
-    if (first := _FIRST_LINE.match(text)) is not None:
+    if (first := FIRST_LINE.match(text)) is not None:
         return (first[1].strip(),), ""
     return None, text
 

@@ -4,7 +4,13 @@ import re
 
 from slipstream.environments.answers import bare
 from slipstream.environments.math_judge.formulas import plain_words
-from slipstream.environments.math_judge.phrases import core, endings, is_bound, without_aside
+from slipstream.environments.math_judge.phrases import (
+    FOREIGN_NEGATION,
+    core,
+    endings,
+    is_bound,
+    without_aside,
+)
 from slipstream.environments.math_judge.statements import without_words_commands
 
 _ARTICLE = re.compile(
@@ -31,13 +37,20 @@ DENIED = re.compile(
     r"\b(?:not|never"
     r"|neither|nor"
     r"|no longer|isn't"
-    r"|wasn't)\b|n't\b",
+    r"|wasn't)\b|n't\b"
+    rf"|{FOREIGN_NEGATION.pattern}",
     re.IGNORECASE,
 )
 # Numbers of programs: 0xff, 0b1011, 0o17.
 _PREFIXED = re.compile(r"0[xX][0-9a-fA-F]+|0[bB][01]+|0[oO][0-7]+")
 # Addresses, versions, scores and cells: 192.168.0.1, v1.2.3, 3-1, 12-34-56, A1:B2.
 _PARTS_OF_CODE = re.compile(r"v?\d+(?:\.\d+){2,}|\d+(?:-\d+)+|[A-Z]+\d+(?::[A-Z]+\d+)+")
+# A range, and how sentences write one.
+_RANGE = re.compile(r"\d+-\d+")
+_SAID_RANGE = re.compile(
+    r"(?:from )?(\d+) ?(?:to|–|—) ?(\d+)|between (\d+) and (\d+)",
+    re.IGNORECASE,
+)
 _CHEMISTRY = re.compile(r"\\ce\s*\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}")
 _ARROW = re.compile(
     r"\\(?:longrightarrow"
@@ -194,6 +207,11 @@ class Word:
         if (subject := _IS_THE.match(core(text))) is not None:
             candidates.append(spelled(subject[1]))
         candidates += [_ARTICLE.sub("", candidate) for candidate in candidates]
+        if _RANGE.fullmatch(self._text):
+            ranges = [_SAID_RANGE.fullmatch(candidate) for candidate in candidates]
+            for found in filter(None, ranges):
+                low, high = found.groups()[:2] if found[1] else found.groups()[2:]
+                candidates.append(f"{low}-{high}")
         quoted = [first or second for first, second in _QUOTED.findall(text)]
         candidates += [spelled(quote) for quote in quoted[-1:]]
         if any(self._same(candidate) for candidate in candidates):
@@ -295,4 +313,5 @@ def spelled(text: str, *, keeps_spaces: bool = False) -> str:
 def _folded(text: str) -> str:
     text = plain_words(bare(text)).casefold()
     text = _ORDINAL.sub("", _ARTICLE.sub("", text.strip()))
+    text = re.sub(r"(?<=\d) to (?=\d)", "-", text)
     return re.sub(r"[\s.,;:!\"'“”’-]+", " ", text).strip()
