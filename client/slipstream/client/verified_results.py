@@ -39,8 +39,8 @@ _BLOCK_BYTES = 1 << 20
 # Places of folders that a copy may leave out, or that have gone since.
 _LEFT_OUT = (f"{run_folder.CHECKPOINTS}/", f"{run_folder.EXPORTS}/")
 # Fates of generated tokens that the journal has, and those that the summary alone knows.
-_ENDS = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
-_OTHERS = ("trained", "queued", "in_flight", "lost", "difference")
+RECORDED_FATES = ("filtered", "failed", "cancelled", "quarantined", "evaluated", "set_aside")
+OTHER_FATES = ("trained", "queued", "in_flight", "lost", "difference")
 # Steps at each end of a run whose rewards the summary has.
 _EDGE_STEPS = 5
 _STATES = ("finished", "stopped", "failed")
@@ -344,13 +344,13 @@ class ResultsCheck:
         tokens = sum(
             ledger[name]
             for name in (
-                *_ENDS,
-                *_OTHERS,
+                *RECORDED_FATES,
+                *OTHER_FATES,
             )
         )
         findings.same("the ledger's tokens", ledger["generated"], tokens)
         findings.same("the generated tokens", summary["generated_tokens"], ledger["generated"])
-        for name in _ENDS:
+        for name in RECORDED_FATES:
             what = f"the ledger's {name} tokens"
             findings.same(what, ledger[name], journal.end_tokens[name])
         for number in (ledger["trained"], summary["trained_tokens"]):

@@ -11,7 +11,8 @@ from slipstream.v1 import fleet_pb2, trainer_pb2, weights_pb2
 # Least 1 - p in the division: below it, rounding of log-probabilities near 0 would dominate.
 _LEAST_DOUBT = 0.01
 
-_SECONDS = ("prepare_s", "pause_s", "receive_s", "load_s", "resume_s", "wire_s", "steps_s")
+_STAGES = fleet_pb2.PublishStages.DESCRIPTOR.fields_by_name
+_SECONDS = tuple(name for name in _STAGES if name.endswith("_s"))
 
 
 def logit_gap(expected: LogprobArray, got: LogprobArray) -> float:
