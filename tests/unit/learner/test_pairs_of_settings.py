@@ -16,6 +16,7 @@ from slipstream.core.settings.config import Config
 from slipstream.learner.controller.reporting.invariants import broken_invariants
 from support.fakes.small_configs import config_with
 from support.rigs.drawn_settings import (
+    OWN,
     Changes,
     Setting,
     environment_settings,
@@ -42,14 +43,20 @@ OF_STEPS = tuple(
 )
 
 OF_ENVIRONMENT = tuple(environment_settings())
+# Settings of where and how fast, which must change nothing of what is trained.
+OF_PLACES = tuple(setting for setting in SETTINGS if setting not in OF_STEPS)
+# A curriculum of an environment's tasks.
+TASK_WEIGHTS: Changes = {
+    f"extensions.task_weights.environments.{OWN}.function": "own:weights",
+}
 
 
 def accepted(
-    pair: Sequence[Setting], chance: random.Random
+    pair: Sequence[Setting], chance: random.Random, beside: Changes
 ) -> tuple[Changes, Config] | None:
     """Values of both settings that validation takes together, or None after a few draws."""
     for _ in range(DRAWS):
-        changes: Changes = {}
+        changes: Changes = dict(beside)
         for setting in pair:
             changes |= setting.draw(chance)
         try:
@@ -86,12 +93,12 @@ def _plain_faults(config: Config, step: Step) -> Iterator[str]:
                 yield f"group {group[0].group_id} of equal rewards {rewards} was trained"
 
 
-def checked(pairs: Sequence[Sequence[Setting]]) -> int:
-    """Trains each of the pairs that validation takes; returns their number."""
+def checked(pairs: Sequence[Sequence[Setting]], beside: Changes | None = None) -> int:
+    """Trains each of the pairs that validation takes `beside` others; returns their number."""
     chance = random.Random(1)
     num_trained = 0
     for number, pair in enumerate(pairs):
-        settings = accepted(pair, chance)
+        settings = accepted(pair, chance, beside or {})
         if settings is None:
             continue
         changes, config = settings
@@ -171,3 +178,43 @@ def test_what_one_environment_has_of_its_own_goes_with_each_setting_of_a_step() 
         for _ in range(times(60))
     ]
     assert checked(pairs) > len(pairs) / 4
+
+
+def test_settings_of_places_go_with_what_one_environment_has_of_its_own() -> None:
+    names = {setting.name for setting in OF_PLACES}
+    assert names > {
+        "agents.recover",
+        "queue.max_bytes",
+        "rollout_server.pipeline_parallel_size",
+    }
+    chance = random.Random(6)
+    pairs = [
+        (chance.choice(OF_ENVIRONMENT), chance.choice(OF_PLACES))
+        for _ in range(times(60))
+    ]
+    assert checked(pairs) > len(pairs) / 4
+
+
+def test_a_curriculum_goes_with_pairs_of_the_settings_of_a_step() -> None:
+    chance = random.Random(7)
+    pairs = [
+        (chance.choice(OF_STEPS), chance.choice((*OF_STEPS, *OF_ENVIRONMENT)))
+        for _ in range(times(40))
+    ]
+    assert checked(pairs, TASK_WEIGHTS) > len(pairs) / 4
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_stages_and_agents_that_go_on_change_nothing_of_a_step(size: int) -> None:
+    chance = random.Random(8)
+    beside: Changes = {
+        "rollout_server.pipeline_parallel_size": size,
+        "agents.recover": True,
+        "algorithm.weight": "split",
+        "algorithm.max_staleness": 2,
+    }
+    pairs = [
+        (chance.choice(OF_STEPS), chance.choice(OF_ENVIRONMENT))
+        for _ in range(times(30))
+    ]
+    assert checked(pairs, beside) > len(pairs) / 8
