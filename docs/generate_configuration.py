@@ -40,6 +40,7 @@ LIKE = {
     "evaluations": ("environments", tuple(PlayedSection.model_fields)),
     "critic": ("learner", ("parallel",)),
     "reference": ("learner", ("parallel",)),
+    "reference.teachers": ("reference", ("path", "policy", "parallel", "server")),
     "queue.rollout_server": ("queue.controller", tuple(QueueUserSection.model_fields)),
 }
 DOCS = Path(__file__).parent
@@ -188,7 +189,9 @@ def _section(title: str, model: type[BaseModel], path: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         inner, _ = _model(field)
         if inner is not None and name not in alike:
-            yield from _section(f"[{path}.{name}]", inner, f"{path}.{name}")
+            is_by_name = typing.get_origin(field.annotation) is dict
+            title = f"[{path}.{name}{'.NAME' * is_by_name}]"
+            yield from _section(title, inner, f"{path}.{name}")
     for kind in FUNCTIONS if path == "algorithm" else ():
         yield from _arguments(kind)
 
@@ -224,6 +227,9 @@ def _model(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
     if typing.get_origin(annotation) is types.UnionType:
         # A table that may be left out.
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is dict:
+        # Tables by the user's names.
+        annotation = typing.get_args(annotation)[1]
     is_list = typing.get_origin(annotation) is tuple
     inner = typing.get_args(annotation)[0] if is_list else annotation
     if isinstance(inner, type) and not isinstance(inner, types.GenericAlias):

@@ -349,7 +349,7 @@ def test_a_fuzzed_step_moves_the_weights_as_documented(seed, folder, rank_pool):
     ]
     plain = PlainStep(config.model.path, config)
     if config.reference is not None and config.reference.server is None:
-        plain.reference = PlainStep(config.reference.path, config)
+        plain.references[""] = PlainStep(config.reference.path, config)
     before = plain.weights()
     expected = plain.step(step.batch)
     if expected["grad_norm"] > DIVERGED:

@@ -77,9 +77,14 @@ def test_one_rank_trains_like_plain_transformers(layout, folder, one_rank):
     config = config_of(layout, folder)
     plain = PlainPolicy(path, config)
     if config.reference is not None and config.reference.server is None:
-        plain.reference = (
+        plain.references[""] = (
             plain if config.reference.policy else PlainPolicy(path, config)
         )
+        for name, teacher in config.reference.teachers.items():
+            if teacher.policy:
+                plain.references[name] = plain
+            elif teacher.path is not None:
+                plain.references[name] = PlainPolicy(teacher.path, config)
     result = one_rank[layout]
     torch.testing.assert_close(
         result["logprobs"][0], plain.probe(), rtol=1e-5, atol=1e-5
@@ -176,6 +181,10 @@ def test_ranks_train_like_one(layout, one_rank, several_ranks):
                 step,
                 name,
             )
+        of_teachers = {name for name in theirs if name.startswith("teacher/")}
+        assert {name for name in ours if name.startswith("teacher/")} == of_teachers
+        for name in of_teachers:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5, abs=2e-6), name
         for name in ("routing_difference", "routing_unrecorded"):
             assert ours.get(name) == theirs.get(name), (step, name)
     for ours, theirs in zip(result["logprobs"], expected["logprobs"], strict=True):

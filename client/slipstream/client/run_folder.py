@@ -454,11 +454,7 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
         if was_stored != stored_now[key]:
             change, noun = ("left out", "that") if was_stored else ("added", "no such")
             yield f"{key} cannot be {change} {on}: its checkpoints hold {noun} model"
-    was_asked = _top_k(before)
-    is_asked = _top_k(now)
-    if was_asked != is_asked:
-        reason = "recorded replies carry this number of likely tokens"
-        yield f"reference.top_k must stay {was_asked} {on}, got {is_asked}: {reason}"
+    yield from _likely_token_changes(before, now)
     yield from _temperature_changes(before, now)
     yield from _cut_changes(before, now)
     yield from _group_size_changes(before, now)
@@ -474,6 +470,23 @@ def _changes(before: Config, now: Config) -> Iterator[str]:
         if (new_one := adapters.get(name, adapter)) != adapter:
             reason = "its leased groups are sampled with it"
             yield f"adapter of {name} must stay {adapter!r} {on}, got {new_one!r}: {reason}"
+
+
+def _likely_token_changes(before: Config, now: Config) -> Iterator[str]:
+    """Yields a line for each environment whose recorded replies would lack what a server says."""
+    environments = {""}
+    for config in (before, now):
+        for teacher in config.reference.teachers.values() if config.reference is not None else ():
+            environments |= {*teacher.environments}
+    for name in sorted(environments):
+        was_asked = _top_k(before, name)
+        is_asked = _top_k(now, name)
+        if was_asked != is_asked:
+            yield (
+                f"reference.top_k{f' of {name}' if name else ''} must stay {was_asked} when a run "
+                f"goes on, got {is_asked}: recorded replies carry this number of likely tokens of "
+                "a server"
+            )
 
 
 def _temperature_changes(before: Config, now: Config) -> Iterator[str]:
@@ -552,9 +565,12 @@ def _stored_models(config: Config) -> dict[str, bool]:
     }
 
 
-def _top_k(config: Config) -> int | None:
+def _top_k(config: Config, environment: str) -> int | None:
+    """Returns how many likely tokens a server gives for an environment; None without a server."""
     reference = config.reference
-    return reference.top_k if reference is not None and reference.server else None
+    if reference is None or reference.server_of(environment) is None:
+        return None
+    return reference.top_k
 
 
 LINE_BYTES = 64 << 20

@@ -36,7 +36,7 @@ class ServerPart:
         return nullcontext()
 
     def references(self) -> References | None:
-        """Returns what gives log-probabilities of the reference model; called once, in the loop.
+        """Returns what gives log-probabilities of reference models; called once, in the loop.
 
         Raises ConfigError if it cannot be opened.
         """

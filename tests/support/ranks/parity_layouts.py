@@ -3,7 +3,9 @@
 A name says the sizes of a layout, what else differs, and the model where it is not the Llama.
 """
 
+import copy
 import dataclasses
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -240,6 +242,28 @@ TAUGHT_BY_OTHER = {
     "teacher": {"refresh_every_steps": 0},
 }
 
+# The groups are of environments with teachers of each kind, and of one that has none by name.
+SERVED = "served"
+MODEL = "model"
+POLICY = "policy"
+UNNAMED = "unnamed"
+TEACHERS = {
+    "algorithm": REVERSE | {"groups_per_step": 4},
+    "teacher": {
+        "top_k": TOP_K,
+        "teachers": {
+            "behind": {
+                "environments": [SERVED],
+                "server": {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"},
+            },
+            # A folder beside that of the policy.
+            "here": {"environments": [MODEL], "path": "mistral"},
+            "itself": {"environments": [POLICY], "policy": True},
+        },
+    },
+    "sampling": {"temperature": 1.0},
+}
+
 # Every shared prefix is computed once, however short.
 SHARED = {"shared_prefix_tokens": 1}
 
@@ -270,6 +294,7 @@ WORDS = {
     "by-environment": BY_ENVIRONMENT,
     "taught": TAUGHT,
     "taught-by-other": TAUGHT_BY_OTHER,
+    "teachers": TEACHERS,
     "own-losses": OWN_LOSSES,
     "replay": {"algorithm": REPLAY},
     "forward-top-k": {"algorithm": FORWARD},
@@ -290,6 +315,7 @@ NAMES = """
     one-cut tp2-sp-cut cp2-cut one-top-entropy cp2-top-entropy
     one-by-environment cp2-by-environment tp2-sp-by-environment
     one-split tp2-sp-split cp2-split dp2-overlap-split pp2-vpp2-split
+    one-teachers dp2-teachers
 """
 # One kind of model, algorithm or layout each.
 LONG = """
@@ -324,6 +350,8 @@ LONG = """
     one-taught cp2-taught dp2-taught tp2-sp-taught pp2-vpp2-taught one-taught-by-other-cut
     tp2-sp-taught-by-other-cut one-taught-by-environment one-taught-by-other cp2-taught-by-other
     one-taught-moe ep2-taught-moe one-taught-split
+    cp2-teachers tp2-sp-teachers pp2-vpp2-teachers one-trees-teachers cp2-trees-teachers
+    one-teachers-split
     one-trees-split one-trees-shared-split cp2-trees-split tp2-sp-offload-split
     one-replay-split-moe ep2-cp2-replay-split-moe dp2-distopt-split one-cut-split tp2-sp-cut-split
 """
@@ -435,7 +463,7 @@ def config_of(job: str, folder: Path, **changes: dict) -> Config:
     }
     tables["extensions"] = layout.extensions
     if layout.teacher:
-        tables["reference"] = layout.teacher
+        tables["reference"] = in_folders(layout.teacher, folder)
     elif "kl" in layout.algorithm:
         server = {"base_url": "http://127.0.0.1:9/v1", "model": "teacher"}
         tables["reference"] = {"server": server, "top_k": TOP_K}
@@ -445,6 +473,15 @@ def config_of(job: str, folder: Path, **changes: dict) -> Config:
     return settings_of(
         folder / layout.model, tables, settings, changes, dtype=dtype or "float32"
     )
+
+
+def in_folders(reference: dict, folder: Path) -> dict:
+    """The table of a reference, with the paths of its teachers in `folder`."""
+    reference = copy.deepcopy(reference)
+    for teacher in reference.get("teachers", {}).values():
+        if "path" in teacher:
+            teacher["path"] = str(folder / teacher["path"])
+    return reference
 
 
 def batches(config: Config) -> list[Batch]:
@@ -484,7 +521,10 @@ def batches_of(job: str, config: Config) -> list[Batch]:
     if not layout.teacher:
         return batches(config)
     longest = config.sampling.max_episode_tokens
-    return [with_teacher(batch, max_tokens=longest) for batch in batches(config)]
+    taught = [with_teacher(batch, max_tokens=longest) for batch in batches(config)]
+    if config.reference is not None and config.reference.teachers:
+        taught[:] = map(with_teachers, taught)
+    return taught
 
 
 def with_environments(batch: Batch) -> Batch:
@@ -497,6 +537,19 @@ def with_environments(batch: Batch) -> Batch:
         else trajectory
         for trajectory in batch.trajectories
     ]
+    return dataclasses.replace(batch, trajectories=tuple(trajectories))
+
+
+def with_teachers(batch: Batch) -> Batch:
+    """Each group is of another environment, and those of `SERVED` were scored by a server."""
+    scored = with_reference(batch)
+    names = itertools.cycle((UNNAMED, SERVED, MODEL, POLICY))
+    environments = dict(zip(dict.fromkeys(batch.group_ids), names, strict=False))
+    trajectories = []
+    for plain, answered in zip(batch.trajectories, scored.trajectories, strict=True):
+        environment = environments[plain.group_id]
+        chosen = answered if environment == SERVED else plain
+        trajectories.append(dataclasses.replace(chosen, environment=environment))
     return dataclasses.replace(batch, trajectories=tuple(trajectories))
 
 

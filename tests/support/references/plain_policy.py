@@ -21,6 +21,7 @@ from support.references.plain_algorithm import (
     aggregated,
     conversation_of,
     conversations,
+    divergence,
     give_advantages,
     has_high_entropy,
     kept_sets,
@@ -130,6 +131,17 @@ def as_teacher_reads(one: Conversation) -> Conversation:
     return dataclasses.replace(one, episode=taught)
 
 
+def teacher_of(config: Config, one: Conversation) -> str:
+    """The name of the teacher of a conversation's environment; "" if none names it."""
+    teachers = config.reference.teachers if config.reference is not None else {}
+    names = [
+        name
+        for name, teacher in teachers.items()
+        if one.episode.environment in teacher.environments
+    ]
+    return names[0] if names else ""
+
+
 class PlainPolicy:
     """Unpacked, without parallelism, in float32, by the optimizer of the parity tests' settings."""
 
@@ -139,8 +151,11 @@ class PlainPolicy:
         self.config = config
         self.model = self._open(path)
         self.forced = ForcedExperts(self.model)
-        # Speaks in place of what trajectories say of a reference.
-        self.reference: PlainPolicy | None = None
+        # Speak in place of what trajectories say of a reference, by the names of teachers, with
+        # "" for the environments that no teacher names.
+        self.references: dict[str, PlainPolicy] = {}
+        # Of each teacher the divergence from it at all trained tokens of the step.
+        self.divergences: dict[str, list[Tensor]] = defaultdict(list)
         # The weights of each version that was trained.
         self.weights_of: dict[int, dict[str, Tensor]] = {}
         self.muon: PlainMuon | None = None
@@ -225,6 +240,9 @@ class PlainPolicy:
             "loss": sum(losses) / max(1, sum(counts)),
             "grad_norm": sum(norms) / len(norms),
         }
+        for name, estimates in self.divergences.items():
+            metrics[f"teacher/{name}/kl_reference"] = torch.cat(estimates).mean().item()
+        self.divergences.clear()
         if self.forced.forced:
             metrics["routing_difference"] = self.forced.differing / self.forced.forced
         self.forced.differing = self.forced.forced = 0
@@ -267,8 +285,9 @@ class PlainPolicy:
     def _estimate(self, one: Conversation) -> None:
         """Notes what the policy before the step and the reference say."""
         one.before = self._predictions(one).gather(1, one.targets[:, None])[:, 0]
-        if self.reference is not None:
-            reference_logprobs = self.reference._predictions(as_teacher_reads(one))
+        reference = self.references.get(teacher_of(self.config, one))
+        if reference is not None:
+            reference_logprobs = reference._predictions(as_teacher_reads(one))
             one.reference = reference_logprobs.gather(1, one.targets[:, None])[:, 0]
             one.likely, one.likely_ids = reference_logprobs.topk(
                 self.config.reference.top_k or 1
@@ -283,6 +302,12 @@ class PlainPolicy:
             for place, sequence in enumerate(members)
             if sequence.num_trained
         }
+        for place in trained:
+            one = members[place]
+            if name := teacher_of(self.config, one):
+                policy = predictions[place].detach().gather(1, one.targets[:, None])
+                estimates = divergence(policy[:, 0], one.reference, "k3")
+                self.divergences[name].append(estimates)
         algorithm = self.config.algorithm
         if algorithm.loss == TOP_ENTROPY:
             of_loss = {

@@ -277,6 +277,23 @@ def test_the_likely_tokens_of_a_reference_stay_and_its_address_may_change() -> N
             check_resumable(asking(before), asking(now))
 
 
+def test_whether_a_server_scores_an_environment_stays() -> None:
+    server = {"base_url": "http://127.0.0.1:9000/v1", "model": "m"}
+
+    def taught(**teacher: object) -> Config:
+        named = {"t": {"environments": ["e"], **teacher}}
+        return config(algorithm__kl={"coefficient": 1.0}, reference__teachers=named)
+
+    check_resumable(taught(path="one"), taught(path="other"))
+    check_resumable(taught(path="one"), taught(policy=True))
+    with pytest.raises(
+        ConfigError, match="^reference.top_k of e must stay None .*, got 0: recorded"
+    ):
+        check_resumable(taught(policy=True), taught(server=server))
+    with pytest.raises(ConfigError, match="of e must stay 0 .*, got None: recorded"):
+        check_resumable(taught(server=server), config())
+
+
 def test_an_environment_keeps_its_adapter() -> None:
     def with_adapter(name: str) -> Config:
         lora = {"rank": 8, "publish": "adapters", "adapters": ["code", "math"]}

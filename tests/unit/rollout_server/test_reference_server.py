@@ -16,7 +16,7 @@ from slipstream.extensions.reference_server.server import (
     MAX_OPEN,
     ReferenceServer,
     ScoredSequence,
-    check_reference_server,
+    check_reference_servers,
 )
 from slipstream.learner.trainer.tiny_model import make_tokenizer
 from slipstream.rollout_server.episodes import dispatcher
@@ -64,7 +64,12 @@ async def ask(
     retries: int = 5,
 ) -> Any:
     server = ReferenceServer(
-        settings, top_k=top_k, vocab_size=VOCAB, max_tokens=64, max_retries=retries
+        settings,
+        "reference.server",
+        top_k=top_k,
+        vocab_size=VOCAB,
+        max_tokens=64,
+        max_retries=retries,
     )
     try:
         return await server.logprobs(sequences)
@@ -238,6 +243,55 @@ async def test_episodes_carry_what_the_reference_says(
     ]
 
 
+async def test_each_environment_asks_its_own_teachers_server(
+    config, endpoint, start_server
+) -> None:
+    with reference_endpoint() as other:
+        table = with_server(config, section(endpoint)).model_dump(
+            mode="json", exclude_none=True
+        )
+        server = section(other).model_dump(mode="json", exclude_none=True)
+        table["reference"]["teachers"] = {
+            "behind": {"environments": ["fake"], "server": server},
+            "itself": {"environments": ["another"], "policy": True},
+        }
+        settings = parse_config(table, source="test")
+        async with start_server(settings) as started:
+            connection = await started.leased(members=[0])
+            (taught,) = await started.fleet.wait_trajectories(1)
+            connection.lease("g2", "third", members=[0])
+            await started.fleet.wait_trajectories(2)
+            connection.lease("g3", "another", members=[0])
+            *_, third, unscored = await started.fleet.wait_trajectories(3)
+        assert taught.reference is not None
+        assert [request["prompt"] for request in other.asked] == [
+            taught.token_ids.tolist()
+        ]
+        assert third.reference is not None
+        assert len(endpoint.asked) == 1
+        assert unscored.status is Status.COMPLETED
+        assert unscored.reference is None
+
+
+async def test_every_teachers_server_is_checked_by_its_name(
+    checked: Config, endpoint: ReferenceEndpoint
+) -> None:
+    with reference_endpoint() as other:
+        other.texts = endpoint.texts
+        table = checked.model_dump(mode="json", exclude_none=True)
+        server = section(other).model_dump(mode="json", exclude_none=True)
+        table["reference"]["teachers"] = {
+            "code": {"environments": ["e"], "server": server}
+        }
+        changed = parse_config(table, source="test")
+        await check_reference_servers(changed)
+        assert (len(endpoint.asked), len(other.asked)) == (1, 1)
+        other.max_model_len = 32
+        said = "^reference.teachers.code.server: the .* got max_model_len 32"
+        with pytest.raises(ConfigError, match=said):
+            await check_reference_servers(changed)
+
+
 async def test_an_episode_whose_reference_fails_has_failed(
     config, endpoint, start_server, monkeypatch
 ) -> None:
@@ -283,7 +337,7 @@ def checked(config: Config, endpoint: ReferenceEndpoint, renderer: Renderer) -> 
 async def test_a_server_with_the_models_tokenizer_passes(
     endpoint, checked: Config
 ) -> None:
-    await check_reference_server(checked)
+    await check_reference_servers(checked)
 
 
 async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_path):
@@ -291,7 +345,7 @@ async def test_other_tokenizers_are_refused_in_one_line(endpoint, checked, tmp_p
     other = Renderer(tmp_path / "other")
     endpoint.texts = lambda ids: other.decode_all(ids).replace("d", "e")
     with pytest.raises(ConfigError) as caught:
-        await check_reference_server(checked)
+        await check_reference_servers(checked)
     message = str(caught.value)
     assert "\n" not in message
     assert "must have the tokenizer of model.path; tokens 0 to 31 are" in message
@@ -342,4 +396,4 @@ async def test_a_server_that_cannot_serve_is_refused(
         setattr(endpoint, name, value)
     changed = with_server(checked, checked.reference.server.model_copy(update=asked))
     with pytest.raises(ConfigError, match=said):
-        await check_reference_server(changed)
+        await check_reference_servers(changed)

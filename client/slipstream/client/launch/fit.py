@@ -1,10 +1,12 @@
 """Checks that a configuration fits the engines, GPUs and memory of this machine."""
 
+from __future__ import annotations
+
 import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slipstream.client.launch.machine import GIB
@@ -120,7 +122,8 @@ class Needs:
     """Bytes that a run needs, by its settings and the headers of the model's files."""
 
     parameters: int
-    # Weights, gradients and optimizer state of a trainer rank, without activations.
+    # Weights, gradients and optimizer state of a trainer rank, and its models besides the policy,
+    # without activations.
     rank_bytes: float
     # Weights of an engine worker.
     worker_bytes: float
@@ -129,6 +132,13 @@ class Needs:
     exported_bytes: float
     # Weights of a trainer rank.
     weight_bytes: float
+    # The part of `rank_bytes` of each model besides the policy, by the name of its table.
+    bytes_by_role: Mapping[str, float] = field(default_factory=dict)
+
+    def with_roles(self, bytes_by_role: Mapping[str, float]) -> Needs:
+        """Returns the needs with those of other models on the same ranks."""
+        rank_bytes = self.rank_bytes + sum(bytes_by_role.values())
+        return replace(self, rank_bytes=rank_bytes, bytes_by_role=bytes_by_role)
 
 
 def needs_of(config: Config) -> Needs | None:
@@ -144,13 +154,35 @@ def needs_of(config: Config) -> Needs | None:
     if not parameters:
         return None
     experts = sum(size for name, size in tensors if ".experts." in name)
-    return _needs(config, parameters, experts)
+    try:
+        bytes_by_role = _bytes_by_role(config)
+    except ConfigError:
+        return None
+    return _needs(config, parameters, experts).with_roles(bytes_by_role)
 
 
 def estimated_needs(config: Config) -> Needs:
     """Returns about what the run needs, by config.json alone; ConfigError without one."""
+    return _estimated(config).with_roles(_bytes_by_role(config))
+
+
+def _estimated(config: Config) -> Needs:
+    """Returns about what the policy needs, or a model in its place, by config.json alone."""
     sizes = read_model_sizes(config.model.path)
     return _needs(config, sizes.parameters, sizes.expert_parameters)
+
+
+def _bytes_by_role(config: Config) -> dict[str, float]:
+    """Returns about what each model besides the policy needs of a trainer rank.
+
+    Raises ConfigError for a folder without a config.json.
+    """
+    bytes_by_role: dict[str, float] = {}
+    for name, settings in role_settings(config).items():
+        needs = _estimated(settings)
+        # References are frozen: they have weights alone.
+        bytes_by_role[name] = needs.rank_bytes if name == "critic" else needs.weight_bytes
+    return bytes_by_role
 
 
 def _needs(config: Config, parameters: int, experts: int) -> Needs:
@@ -207,9 +239,15 @@ def check_fit(scene: Scene) -> Iterator[Finding]:
     share = scene.share
     needs = needs_of(scene.config)
     if needs is not None:
-        other_memory = " and ".join(["activations", *role_settings(config)])
         seen = f"{needs.parameters / 1e6:,.1f} M parameters: {needs.rank_bytes / 1e6:,.1f} MB"
-        yield ok(f"{seen} for each rank, without {other_memory}", area="learner memory")
+        roles = [
+            f"{num_bytes / 1e6:,.1f} for {name}" for name, num_bytes in needs.bytes_by_role.items()
+        ]
+        of_roles = f", {' and '.join(roles)} among them" if roles else ""
+        yield ok(
+            f"{seen} for each rank{of_roles}, without activations",
+            area="learner memory",
+        )
     try:
         config, placement, transport = fit_here(config, share)
     except ConfigError as error:

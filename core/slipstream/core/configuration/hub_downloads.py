@@ -7,6 +7,7 @@ from typing import Any
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.hub import COMMIT, DATA_PREFIX, HubFiles
+from slipstream.core.settings.role_sections import teacher_setting
 
 MODELS = ("model", "reference", "critic")
 QUESTIONS = "slipstream.environments.questions:Questions"
@@ -34,9 +35,9 @@ def bring_files(
     started separately; then a model's name must include a commit. Raises ConfigError if this commit
     is missing or a download fails.
     """
-    for place in MODELS:
-        section = table.get(place)
-        earlier = before.get(place)
+    for place in (*MODELS, *_teacher_places(table)):
+        section = _inner_table(table, place)
+        earlier = _inner_table(before, place)
         if isinstance(section, dict) and isinstance(section.get("path"), str):
             earlier_path = earlier.get("path") if isinstance(earlier, dict) else None
             section["path"] = _folder(
@@ -51,6 +52,19 @@ def bring_files(
         for section in sections if isinstance(sections, list) else ():
             if isinstance(section, dict) and section.get("reference") == QUESTIONS:
                 _pin_data(section.get("args"), before.get(place))
+
+
+def _teacher_places(table: Mapping[str, Any]) -> list[str]:
+    teachers = _inner_table(table, "reference.teachers")
+    return list(map(teacher_setting, teachers)) if isinstance(teachers, dict) else []
+
+
+def _inner_table(table: Mapping[str, Any], place: str) -> object:
+    """Returns what stands at a dotted place of a table; None where nothing does."""
+    inner: object = table
+    for name in place.split("."):
+        inner = inner.get(name) if isinstance(inner, Mapping) else None
+    return inner
 
 
 def _folder(

@@ -4,11 +4,13 @@ Both tables say what is allowed. A new setting is refused until it is entered he
 """
 
 from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
 
 from slipstream.core.configuration.config_file import NEAR
 from slipstream.core.errors import ConfigError, did_you_mean, near_names
 from slipstream.core.extension import active, is_of_training
 from slipstream.core.settings.config import Config, is_below
+from slipstream.core.settings.role_sections import teacher_setting
 
 # Settings by which a recorded batch is trained. A replay trains with both values, side by side.
 TRAINING = (
@@ -54,6 +56,8 @@ PLACES = (
     "model.path",
     "reference.path",
 )
+# The folders of teachers, whose tables have names of the user's.
+TEACHER_PATHS = f"{teacher_setting('*')}.path"
 # Settings by which episodes were sampled, judged and put into batches.
 _SAMPLING = (
     "algorithm.agreement",
@@ -82,7 +86,7 @@ def places_and_training(overrides: Sequence[str]) -> tuple[list[str], list[str]]
     defaults: list[str] = []
     for override in overrides:
         name = override.partition("=")[0].strip().removeprefix("--")
-        if is_below(name, PLACES):
+        if is_below(name, PLACES) or fnmatchcase(name, TEACHER_PATHS):
             places.append(override)
         elif is_below(name, TRAINING) or is_of_training(name):
             training.append(override)

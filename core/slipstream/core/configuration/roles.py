@@ -24,6 +24,7 @@ from slipstream.core.settings.role_sections import (
     RoleSection,
     in_place_of,
     renamed,
+    teacher_setting,
 )
 
 
@@ -33,12 +34,14 @@ def reference_is_policy(config: Config) -> bool:
     Otherwise it is a model of its own.
     """
     section = config.reference or ReferenceSection()
+    if not config.has_plain_reference:
+        return False
     if section.policy:
-        return config.needs_reference
-    is_other = section != ReferenceSection(top_k=section.top_k)
+        return True
+    is_other = section.names_model
     # Replayed routers follow the policy's own forward pass.
     replays = config.algorithm.router_replay != "off"
-    return config.needs_reference and config.lora.rank > 0 and not is_other and not replays
+    return config.lora.rank > 0 and not is_other and not replays
 
 
 def role_settings(config: Config) -> dict[str, Config]:
@@ -46,8 +49,12 @@ def role_settings(config: Config) -> dict[str, Config]:
     settings_by_role: dict[str, Config] = {}
     reference = config.reference or ReferenceSection()
     critic = config.critic
-    if config.needs_reference and reference.server is None and not reference_is_policy(config):
+    is_loaded = reference.server is None and not reference_is_policy(config)
+    if config.has_plain_reference and is_loaded:
         settings_by_role["reference"] = _in_place_of_policy(config, reference)
+    for name, teacher in reference.teachers.items() if config.needs_reference else ():
+        if teacher.path is not None:
+            settings_by_role[teacher_setting(name)] = _in_place_of_policy(config, teacher)
     if critic is not None:
         algorithm = config.algorithm.model_copy(update={"learning_rate": critic.learning_rate})
         settings = _in_place_of_policy(config, critic)
@@ -68,9 +75,12 @@ def named(config: Config, name: str) -> Iterator[None]:
 
 def of_policy(config: Config) -> Config:
     """Returns the settings without the folders of other models, which only training reads."""
-    roles = {name: role.model_copy(update={"path": None}) for name, role in config.roles.items()}
-    checkpoint = config.checkpoint.model_copy(update={"load": None})
-    return config.model_copy(update={**roles, "checkpoint": checkpoint})
+    changes: dict[str, object] = {"checkpoint": config.checkpoint.model_copy(update={"load": None})}
+    if config.reference is not None:
+        changes["reference"] = config.reference.model_copy(update={"path": None, "teachers": {}})
+    if config.critic is not None:
+        changes["critic"] = config.critic.model_copy(update={"path": None})
+    return config.model_copy(update=changes)
 
 
 def role_problems(config: Config, policy: ModelSizes) -> Iterator[str]:

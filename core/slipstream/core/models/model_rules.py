@@ -390,8 +390,9 @@ def vision_problems(config: Config, sizes: ModelSizes) -> Iterator[str]:
             f'rollout_server.quantization must be "off" for a {sizes.architecture} with {kind}: it '
             f"was not tested, got {server.quantization!r}"
         )
-    if reference is not None and reference.server is not None:
-        yield f"reference.server gets no images: a {sizes.architecture} needs reference.path"
+    for setting in reference.servers if reference is not None else ():
+        path = f"{setting.removesuffix('.server')}.path"
+        yield f"{setting} gets no images: a {sizes.architecture} needs {path}"
 
 
 def vision_layout_problems(learner: LearnerSection, sizes: ModelSizes) -> Iterator[str]:

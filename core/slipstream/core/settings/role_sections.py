@@ -202,7 +202,8 @@ class LoraSection(Section):
 class ReferenceServerSection(Section):
     """A vLLM server that runs the reference model, with OpenAI's API and `prompt_logprobs`.
 
-    Rollout servers send it every episode that may be trained. Its tokenizer must be the policy's.
+    Rollout servers send it every episode that may be trained, a teacher's server those of the
+    teacher's environments. Its tokenizer must be the policy's.
     """
 
     # Address of its API, such as http://127.0.0.1:9000/v1.
@@ -214,6 +215,42 @@ class ReferenceServerSection(Section):
     # Limit of one call. Beyond it, and after 408, 409, 429, 5xx or a broken connection, the call is
     # repeated, five times at most. Then the episode fails.
     timeout_s: Seconds = 120.0
+
+
+class TeacherSection(Section):
+    """A teacher, NAME, which some environments have in place of the reference.
+
+    The names are yours. Exactly one of `path`, `policy = true` and a table `server` says which
+    model it is. An environment that no teacher names has the reference itself; if the teachers have
+    all of `environments`, and `[reference]` names no model, there is no other one. See
+    [several teachers](guides/distillation.md#several-teachers).
+    """
+
+    # Names of the environments whose tokens it scores. Each has one teacher.
+    environments: tuple[str, ...] = Field(min_length=1)
+    # Hugging Face folder of a model on the policy's ranks.
+    path: Path | None = None
+    # The policy itself as it is before each step, with its adapters.
+    policy: bool = False
+    # A table of its own, as the reference's.
+    parallel: RoleParallelSection | None = None
+    # A table of its own, as the reference's: the model is behind a server.
+    server: ReferenceServerSection | None = None
+
+    @model_validator(mode="after")
+    def _is_one_model(self) -> Self:
+        stated = [name for name in ("path", "policy", "server") if getattr(self, name)]
+        if len(stated) != 1:
+            raise ValueError(
+                "a teacher needs exactly one of path, policy = true and the table server, got "
+                f"{' and '.join(stated) or 'none'}"
+            )
+        if self.parallel is not None and self.path is None:
+            raise ValueError(f"parallel has no effect with {stated[0]}: no model is loaded")
+        return self
+
+
+TeacherName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 
 
 class ReferenceSection(Section):
@@ -239,11 +276,42 @@ class ReferenceSection(Section):
     top_k: int = Field(0, ge=0, le=MAX_TOP_K)
     # A table of its own, below: the model is behind a server, and the ranks load none.
     server: ReferenceServerSection | None = None
+    # Tables of their own, below.
+    teachers: dict[TeacherName, TeacherSection] = {}
+
+    @property
+    def names_model(self) -> bool:
+        """Whether the table says which model scores environments without a teacher by name."""
+        stated = (self.path, self.policy, self.refresh_every_steps, self.parallel, self.server)
+        return any(stated)
+
+    @property
+    def servers(self) -> dict[str, ReferenceServerSection]:
+        """The servers of models, by the setting that names each."""
+        servers: dict[str, ReferenceServerSection] = {}
+        if self.server is not None:
+            servers["reference.server"] = self.server
+        for name, teacher in self.teachers.items():
+            if teacher.server is not None:
+                servers[f"{teacher_setting(name)}.server"] = teacher.server
+        return servers
+
+    def teacher_of(self, environment: str) -> str:
+        """Returns the name of an environment's teacher; "" for the reference itself."""
+        for name, teacher in self.teachers.items():
+            if environment in teacher.environments:
+                return name
+        return ""
+
+    def server_of(self, environment: str) -> ReferenceServerSection | None:
+        """Returns the server that scores an environment's tokens, if one does."""
+        name = self.teacher_of(environment)
+        return self.teachers[name].server if name else self.server
 
     @model_validator(mode="after")
     def _is_one_model(self) -> Self:
         fields = type(self).model_fields
-        free = ("server", "top_k", "policy")
+        free = ("server", "top_k", "policy", "teachers")
         stated = [k for k, value in self if k not in free and value != fields[k].default]
         if self.policy and self.server is not None:
             raise ValueError("policy = true excludes the table server: a teacher is one of them")
@@ -254,6 +322,33 @@ class ReferenceSection(Section):
                 f"{stated[0]} has no effect with the table server: the ranks load no reference"
             )
         return self
+
+    @model_validator(mode="after")
+    def _has_one_teacher_each(self) -> Self:
+        teacher_by_environment: dict[str, str] = {}
+        for name, teacher in self.teachers.items():
+            for environment in teacher.environments:
+                other = teacher_by_environment.setdefault(environment, name)
+                if other != name:
+                    raise ValueError(
+                        f"teachers {other} and {name} both have the environment {environment}: it "
+                        "has one teacher"
+                    )
+        models: dict[str, str] = {}
+        for name, teacher in self.teachers.items():
+            model = teacher.model_dump_json(exclude={"environments"})
+            other = models.setdefault(model, name)
+            if other != name:
+                raise ValueError(
+                    f"teachers {other} and {name} are the same model: name the environments of "
+                    "both in one of them"
+                )
+        return self
+
+
+def teacher_setting(name: str) -> str:
+    """Returns the name of a teacher's table, which is also that of its role."""
+    return f"reference.teachers.{name}"
 
 
 class CriticSection(Section):
@@ -276,7 +371,7 @@ class CriticSection(Section):
     parallel: RoleParallelSection | None = None
 
 
-RoleSection: TypeAlias = ReferenceSection | CriticSection
+RoleSection: TypeAlias = ReferenceSection | TeacherSection | CriticSection
 
 
 def in_place_of(learner: LearnerSection, role: RoleSection) -> LearnerSection:

@@ -11,7 +11,13 @@ from pydantic import BaseModel, ValidationError
 from slipstream.core.extension import active, installed, resolve, unmet
 from slipstream.core.settings.engine_table import engine_problems
 from slipstream.core.settings.parallel_rules import table_problems, world_problems
-from slipstream.core.settings.role_sections import NOT_EXCHANGED, in_place_of, renamed
+from slipstream.core.settings.role_sections import (
+    NOT_EXCHANGED,
+    CriticSection,
+    in_place_of,
+    renamed,
+    teacher_setting,
+)
 from slipstream.core.settings.tables import Tables
 from slipstream.v1 import bounds_pb2, trajectory_pb2
 
@@ -134,11 +140,17 @@ def _served_problems(config: Tables) -> Iterator[str]:
             f"reference.top_k must be 0 unless a kl.estimator is forward_top_k or reverse_top_k, "
             f"got {top_k}"
         )
-    if reference is not None and reference.server is not None and temperature != 1.0:
+    for setting in reference.servers if reference is not None and temperature != 1.0 else ():
         yield (
-            "reference.server needs sampling.temperature = 1: vLLM gives the log-probabilities of "
+            f"{setting} needs sampling.temperature = 1: vLLM gives the log-probabilities of "
             f"prompts at temperature 1, got {temperature:g}"
         )
+    for evaluation in config.evaluations:
+        if reference is not None and (teacher := reference.teacher_of(evaluation.name or "")):
+            yield (
+                f"{teacher_setting(teacher)}.environments must be trained, got the evaluation "
+                f"{evaluation.name}: evaluations have no teacher"
+            )
 
 
 # The generated stubs do not know the type of an extension.
@@ -258,11 +270,12 @@ def replay_table_problems(config: Tables) -> Iterator[str]:
     """Yields one line for each setting that conflicts with `algorithm.router_replay`."""
     if config.algorithm.router_replay == "off":
         return
-    if config.reference is not None and config.reference.policy:
-        yield (
-            "algorithm.router_replay must be 'off' with reference.policy = true: a teacher reads "
-            f"tokens of which no experts are recorded, got {config.algorithm.router_replay!r}"
-        )
+    for name, role in config.roles.items():
+        if not isinstance(role, CriticSection) and role.policy:
+            yield (
+                f"algorithm.router_replay must be 'off' with {name}.policy = true: a teacher reads "
+                f"tokens of which no experts are recorded, got {config.algorithm.router_replay!r}"
+            )
     if not config.rollout_server.caches_prefixes:
         yield (
             "algorithm.router_replay needs rollout_server.engine.enable_prefix_caching = true: "

@@ -29,6 +29,7 @@ from slipstream.core.settings.role_sections import (
     LoraSection,
     ReferenceSection,
     RoleSection,
+    teacher_setting,
 )
 from slipstream.core.settings.section import ElementType, Section
 from slipstream.core.settings.sections import (
@@ -188,7 +189,7 @@ class Tables(_AddedTables):
         if self.replays_sampling:
             most_kept = self.sampling.top_k or MAX_KEPT_TOKENS
             per_token += BYTES_PER_COUNT + BYTES_PER_ID * most_kept
-        if self.reference is not None and self.reference.server is not None:
+        if self.reference is not None and self.reference.servers:
             # A log-probability, and the most likely tokens with theirs.
             per_token += 4 + 8 * self.reference.top_k
         if self.needs_reference:
@@ -248,6 +249,30 @@ class Tables(_AddedTables):
         return algorithm.kl.coefficient > 0 or has_readers
 
     @property
+    def has_plain_reference(self) -> bool:
+        """Whether a model scores the tokens of environments without a teacher by name."""
+        if not self.needs_reference:
+            return False
+        reference = self.reference
+        if reference is None or not reference.teachers or reference.names_model:
+            return True
+        names = [section.name for section in self.environments]
+        return not names or not all(map(reference.teacher_of, names))
+
+    def teacher_refusal(self, environment: str) -> str:
+        """Returns why an environment cannot be trained without a teacher, or "" if it can."""
+        reference = self.reference
+        if reference is None or not self.needs_reference or self.has_plain_reference:
+            return ""
+        if reference.teacher_of(environment):
+            return ""
+        names = ", ".join(reference.teachers)
+        return (
+            f"{environment} must be among the environments of a teacher ({names}): the run has no "
+            "other reference model"
+        )
+
+    @property
     def has_drafts(self) -> bool:
         """Whether engines draft tokens, with a layer of an option or as vLLM is told."""
         return self.rollout_server.drafts or any(
@@ -256,8 +281,15 @@ class Tables(_AddedTables):
 
     @property
     def roles(self) -> dict[str, RoleSection]:
-        tables = {"reference": self.reference, "critic": self.critic}
-        return {name: table for name, table in tables.items() if table is not None}
+        """The tables of models besides the policy, by the names of these tables."""
+        roles: dict[str, RoleSection] = {}
+        if self.reference is not None:
+            roles["reference"] = self.reference
+            for name, teacher in self.reference.teachers.items():
+                roles[teacher_setting(name)] = teacher
+        if self.critic is not None:
+            roles["critic"] = self.critic
+        return roles
 
     @property
     def role_folders(self) -> dict[str, Path]:

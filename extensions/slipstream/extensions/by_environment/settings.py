@@ -8,6 +8,7 @@ from slipstream.core.environment_rules import EnvironmentRules
 from slipstream.core.extension import active
 from slipstream.core.settings.algorithm_section import AlgorithmSection, Arguments, is_own
 from slipstream.core.settings.measurement_sections import MAX_TEMPERATURE, MIN_TEMPERATURE
+from slipstream.core.settings.role_sections import teacher_setting
 from slipstream.core.settings.section import Positive, Section
 from slipstream.core.settings.table_rules import group_size_problems, trajectory_problems
 from slipstream.core.settings.tables import Tables
@@ -126,7 +127,7 @@ def problems(config: Tables) -> Iterator[str]:
             num_bytes = config.trajectory_bytes()
             yield from trajectory_problems(config, num_bytes, group_size=entry.group_size)
         if entry.temperature is not None:
-            yield from _temperature_problems(config, setting, entry.temperature)
+            yield from _temperature_problems(config, name, entry.temperature)
         if entry.kl_coefficient is not None and not config.algorithm.kl.coefficient:
             yield (
                 f"{setting}.kl_coefficient needs algorithm.kl.coefficient > 0: without it a run "
@@ -142,11 +143,15 @@ def problems(config: Tables) -> Iterator[str]:
             yield from _algorithm_problems(config, setting, entry)
 
 
-def _temperature_problems(config: Tables, setting: str, temperature: float) -> Iterator[str]:
+def _temperature_problems(config: Tables, name: str, temperature: float) -> Iterator[str]:
+    setting = setting_of(name)
     reference = config.reference
-    if reference is not None and reference.server is not None and temperature != 1.0:
+    server = None if reference is None else reference.server_of(name)
+    if reference is not None and server is not None and temperature != 1.0:
+        teacher = reference.teacher_of(name)
+        place = teacher_setting(teacher) if teacher else "reference"
         yield (
-            f"{setting}.temperature must be 1 with reference.server: vLLM gives the "
+            f"{setting}.temperature must be 1 with {place}.server: vLLM gives the "
             f"log-probabilities of prompts at temperature 1, got {temperature:g}"
         )
     if config.algorithm.agreement == "bits" and temperature != 1.0:

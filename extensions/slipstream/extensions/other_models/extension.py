@@ -1,4 +1,4 @@
-"""A critic, and a reference on the ranks of the trainer."""
+"""A critic, and references on the ranks of the trainer."""
 
 from __future__ import annotations
 
@@ -18,5 +18,6 @@ EXTENSION = Extension(
     name="other_models",
     is_on=_is_on,
     after=("prefix_sharing",),
+    checks="slipstream.extensions.other_models.launch:CHECKS",
     trainer="slipstream.extensions.other_models.trainer:Roles",
 )

@@ -1,7 +1,7 @@
-"""The reference model and the critic: their estimates for a batch, and their updates after it.
+"""The reference models and the critic: their estimates for a batch, and their updates after it.
 
-The reference is either a frozen model, or the policy without its adapters, which needs no
-additional memory.
+A reference is either a frozen model, or the policy, with or without its adapters, which needs no
+additional memory. Each environment has one: that of its teacher, or the one for all others.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from slipstream.core.configuration.roles import named, reference_is_policy, role
 from slipstream.core.environment_rules import sampling_temperatures
 from slipstream.core.errors import UntrainableBatch
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.role_sections import ReferenceSection, teacher_setting
 from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
 from slipstream.learner.trainer import Megatron
 from slipstream.learner.trainer.algorithms.loss import ModelEstimates
@@ -55,37 +56,65 @@ class Roles(StepPart):
         Raises ConfigError for a model or a setting that cannot work.
         """
         settings = role_settings(config)
+        self._section = section = config.reference or ReferenceSection()
         self.reference: Reference | PolicyAsReference | None = None
+        # The models of teachers that are no servers, by their names.
+        self.teachers: dict[str, Reference | PolicyAsReference] = {}
         self.critic: Critic | None = None
         if reference_is_policy(config):
-            keeps_adapters = config.reference is not None and config.reference.policy
-            self.reference = PolicyAsReference(policy, config, keeps_adapters=keeps_adapters)
+            self.reference = PolicyAsReference(policy, config, keeps_adapters=section.policy)
         elif "reference" in settings:
             with named(config, "reference"):
                 self.reference = Reference(settings["reference"], policy.ranks)
+        for name, teacher in section.teachers.items() if config.needs_reference else ():
+            setting = teacher_setting(name)
+            if teacher.policy:
+                self.teachers[name] = PolicyAsReference(policy, config, keeps_adapters=True)
+            elif setting in settings:
+                with named(config, setting):
+                    self.teachers[name] = Reference(settings[setting], policy.ranks)
         if "critic" in settings:
             with named(config, "critic"):
                 self.critic = Critic(settings["critic"], policy.ranks)
-        self._section = section = config.reference
-        self._refresh_every_steps = 0 if section is None else section.refresh_every_steps
+        self._refresh_every_steps = section.refresh_every_steps
 
     def estimates(self, batch: Batch, stages: StageTimes) -> list[ModelEstimates]:
         """Returns the estimates for each trajectory; the same on every rank."""
         with stages.measure("estimates"):
+            references = self._references(batch)
             nothing = [None] * len(batch.trajectories)
-            references: Sequence[ReferenceLogprobs | None] = nothing
-            if self._section is not None and self._section.server is not None:
-                references = [trajectory.reference for trajectory in batch.trajectories]
-            elif self.reference is not None:
-                references = self.reference.logprobs(batch)
             values = self.critic.values(batch) if self.critic is not None else nothing
         return [ModelEstimates(a, values=b) for a, b in zip(references, values, strict=True)]
 
+    def _references(self, batch: Batch) -> list[ReferenceLogprobs | None]:
+        """Returns the log-probabilities by each trajectory's own reference; collective.
+
+        Those of a server came with the trajectory.
+        """
+        references = [trajectory.reference for trajectory in batch.trajectories]
+        places_by_teacher: dict[str, list[int]] = {}
+        for place, trajectory in enumerate(batch.trajectories):
+            teacher = self._section.teacher_of(trajectory.environment)
+            places_by_teacher.setdefault(teacher, []).append(place)
+        # Every rank has the same batch, so all of them call the same models in this order.
+        for teacher, places in places_by_teacher.items():
+            model = self.teachers.get(teacher) if teacher else self.reference
+            if model is None:
+                continue
+            members = tuple(batch.trajectories[place] for place in places)
+            own_batch = dataclasses.replace(batch, trajectories=members)
+            for place, logprobs in zip(places, model.logprobs(own_batch), strict=True):
+                references[place] = logprobs
+        return references
+
     def models(self) -> dict[str, ParallelModel]:
-        """Returns the critic, and a reference that is a model apart from the policy, by name."""
+        """Returns the critic, and references that are models apart from the policy, by name."""
         models: dict[str, ParallelModel] = {}
         if isinstance(self.reference, Reference):
             models["reference"] = self.reference.model
+        for name, teacher in self.teachers.items():
+            if isinstance(teacher, Reference):
+                models[teacher_setting(name)] = teacher.model
         if self.critic is not None:
             models["critic"] = self.critic.model
         return models
@@ -95,7 +124,7 @@ class Roles(StepPart):
         stored = []
         for name, model in self.models().items():
             optimizer = model.optimizer if isinstance(model, TrainedModel) else None
-            if optimizer is not None or self._refresh_every_steps:
+            if optimizer is not None or (name == "reference" and self._refresh_every_steps):
                 stored.append(
                     StoredModel(
                         name,

@@ -1,4 +1,4 @@
-"""A server answers for the reference model."""
+"""Servers answer for reference models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def _is_on(config: Tables) -> bool:
-    return config.reference is not None and config.reference.server is not None
+    return config.reference is not None and bool(config.reference.servers)
 
 
 EXTENSION = Extension(

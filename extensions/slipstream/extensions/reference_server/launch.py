@@ -1,4 +1,4 @@
-"""Checks the reference model's server before a run."""
+"""Checks the servers of reference models before a run."""
 
 from slipstream.client.launch.check import Check, Stage
 from slipstream.client.launch.preflight import accept, ask
@@ -7,9 +7,11 @@ from slipstream.core.extension import program
 
 
 async def check_reference(scene: Scene) -> None:
-    """Checks, for seconds, that the reference's server can do all that the run needs."""
+    """Checks, for seconds, that the servers can do all that the run needs."""
     module = program("check-reference").module
-    late = "reference.server did not answer"
+    reference = scene.config.reference
+    settings = [] if reference is None else reference.servers
+    late = f"{' or '.join(settings)} did not answer"
     accept(await ask(module, scene.config, late=late))
 
 

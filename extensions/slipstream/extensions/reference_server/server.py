@@ -1,15 +1,16 @@
-"""Asks the server of the reference model for the log-probabilities of an episode's tokens.
+"""Asks the servers of reference models for the log-probabilities of an episode's tokens.
 
-Waits for: the server. Unblocked by: its answer, or `timeout_s` after the last retry.
+Waits for: the episode's server. Unblocked by: its answer, or `timeout_s` after the last retry.
 
-`python -m slipstream.extensions.reference_server.server < FILE` checks the server that the settings
-name: it must have the policy's tokenizer and room for an episode, and give log-probabilities.
+`python -m slipstream.extensions.reference_server.server < FILE` checks the servers that the
+settings name: each must have the policy's tokenizer and room for an episode, and give
+log-probabilities.
 """
 
 import asyncio
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,7 +19,11 @@ from slipstream.core.configuration.config_file import run_check, vocabulary_size
 from slipstream.core.errors import ConfigError
 from slipstream.core.openai_client import faults_as, key_in, openai_client
 from slipstream.core.settings.config import Config
-from slipstream.core.settings.role_sections import ReferenceServerSection
+from slipstream.core.settings.role_sections import (
+    ReferenceSection,
+    ReferenceServerSection,
+    teacher_setting,
+)
 from slipstream.core.types import ReferenceLogprobs, ServerId, check_reference
 from slipstream.rollout_server.episodes.play import ServiceFailed
 from slipstream.rollout_server.episodes.recording import ScoredSequence
@@ -50,7 +55,7 @@ class _Answer(msgspec.Struct):
 
 
 class ReferenceServer:
-    """The connection to the reference model's server; all episodes of a rollout server share it.
+    """The connection to a reference model's server; all episodes of a rollout server share it.
 
     At most `MAX_OPEN` calls are open at one time. The openai package retries a call up to
     `max_retries` times after status 408, 409, 429 or 5xx, a broken connection or `timeout_s`.
@@ -59,6 +64,7 @@ class ReferenceServer:
     def __init__(
         self,
         settings: ReferenceServerSection,
+        setting: str,
         *,
         top_k: int,
         vocab_size: int,
@@ -67,12 +73,13 @@ class ReferenceServer:
     ) -> None:
         """Opens the client; calls will ask for the `top_k` most probable tokens at each position.
 
-        Token ids in answers must be below `vocab_size`, unless that is 0 (unknown). Sequences have
-        at most `max_tokens`. Raises ConfigError if the API key's file cannot be read.
+        `setting` is the name of the table `settings`, such as "reference.server". Token ids in
+        answers must be below `vocab_size`, unless that is 0 (unknown). Sequences have at most
+        `max_tokens`. Raises ConfigError if the API key's file cannot be read.
         """
         self.client = openai_client(
             settings.base_url,
-            api_key=key_in(settings.api_key_file, "reference.server.api_key_file"),
+            api_key=key_in(settings.api_key_file, f"{setting}.api_key_file"),
             timeout_s=settings.timeout_s,
             max_retries=max_retries,
             most_bytes=_OTHER_BYTES + _BYTES_PER_LOGPROB * (top_k + 1) * max_tokens,
@@ -159,69 +166,105 @@ class ReferenceServer:
         return f"must run with --logprobs-mode raw_logprobs: {fault}" if fault else reference
 
 
+class ReferenceServers:
+    """The connections to the servers of all reference models."""
+
+    def __init__(self, reference: ReferenceSection, servers: Mapping[str, ReferenceServer]) -> None:
+        """Takes the open `servers` by the settings that name them."""
+        self._reference = reference
+        self._servers = servers
+
+    def score(self, environment: str) -> bool:
+        return self._server_of(environment) is not None
+
+    async def logprobs(
+        self, environment: str, sequences: Sequence[ScoredSequence]
+    ) -> ReferenceLogprobs:
+        """Returns what `ReferenceServer.logprobs` does of the server of `environment`."""
+        server = self._server_of(environment)
+        assert server is not None, f"no server is the reference of {environment}"
+        return await server.logprobs(sequences)
+
+    def _server_of(self, environment: str) -> ReferenceServer | None:
+        teacher = self._reference.teacher_of(environment)
+        place = teacher_setting(teacher) if teacher else "reference"
+        return self._servers.get(f"{place}.server")
+
+
 class ReferencePart(ServerPart):
-    """Connects a rollout server to the reference model's server."""
+    """Connects a rollout server to the servers of reference models."""
 
     def __init__(self, config: Config, _: ServerId) -> None:
         self._config = config
-        self._server: ReferenceServer | None = None
+        self._servers: dict[str, ReferenceServer] = {}
 
-    def references(self) -> ReferenceServer:
-        """Opens the connection; raises ConfigError if the file of the key cannot be read."""
+    def references(self) -> ReferenceServers:
+        """Opens the connections; raises ConfigError if the file of a key cannot be read."""
         reference = self._config.reference
         assert reference is not None
-        assert reference.server is not None
-        self._server = ReferenceServer(
-            reference.server,
-            top_k=reference.top_k,
-            vocab_size=vocabulary_size(self._config.model.path),
-            max_tokens=self._config.sampling.max_episode_tokens,
-        )
-        return self._server
+        vocab_size = vocabulary_size(self._config.model.path)
+        for setting, section in reference.servers.items():
+            self._servers[setting] = ReferenceServer(
+                section,
+                setting,
+                top_k=reference.top_k,
+                vocab_size=vocab_size,
+                max_tokens=self._config.sampling.max_episode_tokens,
+            )
+        return ReferenceServers(reference, self._servers)
 
     async def aclose(self) -> None:
-        if self._server is not None:
-            await self._server.aclose()
+        for server in self._servers.values():
+            await server.aclose()
 
 
-async def check_reference_server(config: Config) -> None:
-    """Checks that the reference model's server can give log-probabilities for the run's episodes.
+async def check_reference_servers(config: Config) -> None:
+    """Checks that the reference models' servers can give log-probabilities for the run's episodes.
 
-    Raises a ConfigError that says what the server lacks.
+    Raises a ConfigError that says what a server lacks.
     """
+    assert config.reference is not None
+    for setting, section in config.reference.servers.items():
+        await _check_server(config, section, setting)
+
+
+async def _check_server(config: Config, settings: ReferenceServerSection, setting: str) -> None:
     from transformers import AutoTokenizer
 
     assert config.reference is not None
-    settings = config.reference.server
     top_k = config.reference.top_k
-    assert settings is not None
     vocab_size = vocabulary_size(config.model.path)
     max_tokens = config.sampling.max_episode_tokens
     server = ReferenceServer(
-        settings, top_k=top_k, vocab_size=vocab_size, max_tokens=max_tokens, max_retries=1
+        settings,
+        setting,
+        top_k=top_k,
+        vocab_size=vocab_size,
+        max_tokens=max_tokens,
+        max_retries=1,
     )
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(config.model.path), local_files_only=True)
-        with faults_as(ConfigError, f"reference.server: {server.name}"):
+        with faults_as(ConfigError, f"{setting}: {server.name}"):
             models = [model async for model in server.client.models.list()]
             names = [model.id for model in models]
             if settings.model not in names:
                 raise ConfigError(
-                    f"reference.server.model must be one of {', '.join(names)} at "
+                    f"{setting}.model must be one of {', '.join(names)} at "
                     f"{settings.base_url}, got {settings.model}"
                 )
             room = getattr(models[names.index(settings.model)], "max_model_len", None)
             if isinstance(room, int) and room <= max_tokens:
                 raise ConfigError(
-                    f"reference.server: {server.name} must have room for "
+                    f"{setting}: {server.name} must have room for "
                     f"sampling.max_episode_tokens + 1 = {max_tokens + 1} tokens, got max_model_len "
                     f"{room}: raise its --max-model-len"
                 )
-            await _check_tokenizer(server, settings, tokenizer)
+            await _check_tokenizer(server, settings, setting, tokenizer)
         tokens: list[int] = tokenizer.encode("0 1 2 a b c", add_special_tokens=False)[:8]
         await server.logprobs([ScoredSequence(tokens * 2, np.ones(2 * len(tokens), np.bool_))])
     except ServiceFailed as error:
-        raise ConfigError(f"reference.server: {error}") from error
+        raise ConfigError(f"{setting}: {error}") from error
     finally:
         await server.aclose()
 
@@ -229,6 +272,7 @@ async def check_reference_server(config: Config) -> None:
 async def _check_tokenizer(
     server: ReferenceServer,
     settings: ReferenceServerSection,
+    setting: str,
     tokenizer: Any,  # noqa: ANN401 - transformers has no type for it
 ) -> None:
     """Raises ConfigError if the server's tokenizer decodes any token otherwise than `tokenizer`."""
@@ -244,10 +288,10 @@ async def _check_tokenizer(
         if server_text != own_text:
             here, there = (reprlib.repr(text) for text in (own_text, server_text))
             raise ConfigError(
-                f"reference.server: {server.name} must have the tokenizer of model.path; tokens "
+                f"{setting}: {server.name} must have the tokenizer of model.path; tokens "
                 f"{start} to {ids[-1]} are {here} here and {there} there"
             )
 
 
 if __name__ == "__main__":
-    sys.exit(run_check(lambda config: asyncio.run(check_reference_server(config))))
+    sys.exit(run_check(lambda config: asyncio.run(check_reference_servers(config))))

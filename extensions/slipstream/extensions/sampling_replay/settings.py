@@ -24,9 +24,9 @@ def problems(config: Tables) -> Iterator[str]:
             f"algorithm.kl.estimator = {kl.estimator!r} excludes {cuts}: the reference's likely "
             "tokens may be among those that are left out"
         )
-    if config.reference is not None and config.reference.server is not None:
+    for setting in config.reference.servers if config.reference is not None else ():
         yield (
-            f"reference.server excludes {cuts}: it gives log-probabilities over all tokens, and "
+            f"{setting} excludes {cuts}: it gives log-probabilities over all tokens, and "
             "the policy's are over those that are kept"
         )
 

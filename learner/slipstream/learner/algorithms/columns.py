@@ -3,6 +3,7 @@
 No report of a user's own function may have one of these names.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import NotRequired, Self, TypedDict
@@ -56,6 +57,20 @@ OF_ALL_STEPS = [
     Column("logprob_unequal_tokens", Reduce.NUMBER),
     *(Column(f"logprob_gap_lag_{lag}", Reduce.KNOWN_MEAN) for lag in range(1, NUM_LAGS)),
 ]
+
+
+# The end of the names of the divergences from single teachers, in the order of their tables.
+_OF_TEACHER = "/kl_reference"
+
+
+def teacher_columns(names: Iterable[str]) -> list[Column]:
+    """Returns the columns of the divergence from each of the teachers with these names."""
+    return [Column(f"teacher/{name}{_OF_TEACHER}", Reduce.KNOWN_MEAN) for name in names]
+
+
+def is_of_teacher(column: Column) -> bool:
+    """Whether a column is one of `teacher_columns`."""
+    return column.name.endswith(_OF_TEACHER)
 
 
 class UpdateMetrics(TypedDict):

@@ -130,7 +130,10 @@ def on_one_rank(config: Config, path: Path) -> Config:
     learner["world_size"] = 1
     # An episode could use the room of all context parallel ranks that shared it.
     learner["micro_batch_tokens"] *= config.learner.parallel.cp
-    for part in (learner, table.get("reference", {}), table.get("critic", {})):
+    # `of_policy` leaves out the teachers, but a whole run's settings still have theirs.
+    reference = table.get("reference", {})
+    teachers = reference.get("teachers", {})
+    for part in (learner, reference, *teachers.values(), table.get("critic", {})):
         for name in _OF_RANKS & part.keys():
             del part[name]
     settings = learner.get("transformer", {})

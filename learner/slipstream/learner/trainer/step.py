@@ -23,7 +23,7 @@ from slipstream.core.errors import RunFailed, UntrainableBatch
 from slipstream.core.settings.algorithm_section import DecayKind
 from slipstream.core.settings.config import Config
 from slipstream.core.types import PolicyVersion
-from slipstream.learner.algorithms.columns import UpdateMetrics
+from slipstream.learner.algorithms.columns import UpdateMetrics, teacher_columns
 from slipstream.learner.algorithms.functions import load_functions
 from slipstream.learner.algorithms.losses import asks_for_batch, step_columns
 from slipstream.learner.trainer.algorithms.loss import (
@@ -85,6 +85,8 @@ class TrainingStep:
         objectives = [*objectives_of(config).values()]
         self._objectives = objectives
         self._columns = step_columns(*objectives, has_reference=has_reference)
+        if has_reference and config.reference is not None:
+            self._columns += teacher_columns(config.reference.teachers)
         self._asks_for_batch = asks_for_batch(*objectives, has_reference=has_reference)
         self.stages = StageTimes()
         # Number of weight updates of the newest `run`, and of its forward and backward passes over

@@ -424,10 +424,12 @@ async def _played(play: EpisodeAttempt) -> Status:
         if opening.judges_group:
             renderer = play.model.renderer
             recording.replies = session.replies or sampled_replies(recording, renderer)
-        if services.reference is not None and play.is_trained(status):
+        references = services.references
+        environment = play.lease.environment
+        if references is not None and references.score(environment) and play.is_trained(status):
             recording.close()
             before_s = recording.environment_s
-            scored = services.reference.logprobs(recording.reference_sequences())
+            scored = references.logprobs(environment, recording.reference_sequences())
             recording.reference = await play.ask(scored)
             recording.environment_s = before_s
         return status

@@ -221,10 +221,18 @@ class AgentApi(Protocol):
 
 
 class References(Protocol):
-    """The reference model of a run, where a server answers for it."""
+    """The reference models of a run for which servers answer."""
 
-    async def logprobs(self, sequences: Sequence[ScoredSequence]) -> ReferenceLogprobs:
-        """Returns the log-probabilities of the sampled tokens. Raises ServiceFailed."""
+    def score(self, environment: str) -> bool:
+        """Whether one of them is the reference of an environment."""
+
+    async def logprobs(
+        self, environment: str, sequences: Sequence[ScoredSequence]
+    ) -> ReferenceLogprobs:
+        """Returns the sampled tokens' log-probabilities by the environment's reference.
+
+        Raises ServiceFailed.
+        """
 
 
 @dataclass(frozen=True)
@@ -242,8 +250,8 @@ class EpisodeServices:
 
     model: ServedModel
     environments: Environments
-    # The server of the reference model; None if no server answers for it.
-    reference: References | None = None
+    # The servers of reference models; None if no server answers for any.
+    references: References | None = None
     # Keeps the answered calls of agents; None where an episode that is lost begins anew.
     call_records: CallRecords | None = None
     # Calls of agents from elsewhere that were refused so far.

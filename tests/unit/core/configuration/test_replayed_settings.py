@@ -71,6 +71,13 @@ def test_every_setting_that_may_change_exists() -> None:
         assert any(f"{name}.".startswith(f"{allowed}.") for name in names), allowed
 
 
+def test_a_teachers_folder_is_a_place_and_its_environments_are_not() -> None:
+    override = "reference.teachers.math.path=elsewhere"
+    assert places_and_training([override]) == ([override], [])
+    with pytest.raises(ConfigError, match="cannot be another in a replay"):
+        places_and_training(["reference.teachers.math.environments=[]"])
+
+
 def test_what_chose_the_groups_stays() -> None:
     original = settings(algorithm={"filter": "unequal_rewards"})
     changed = settings(

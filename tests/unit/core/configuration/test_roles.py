@@ -395,3 +395,168 @@ def test_the_address_of_a_reference_is_that_of_an_openai_api(address: str) -> No
     cause = refusal(KL, reference={"server": SERVER | {"base_url": address}})
     assert cause.startswith("reference.server.base_url: ")
     assert repr(address) in cause
+
+
+TEACHERS: Table = {
+    "math": {"environments": ["sums", "algebra"], "path": "teacher"},
+    "code": {"environments": ["programs"], "server": SERVER},
+    "itself": {"environments": ["proofs"], "policy": True},
+}
+
+
+def played(*names: str) -> list[Table]:
+    return [{"reference": "m:E", "name": name} for name in names]
+
+
+def test_each_environment_has_the_teacher_that_names_it() -> None:
+    config = config_with(KL, reference={"teachers": TEACHERS}, environments=played("x"))
+    assert config.reference is not None
+    names = ("sums", "algebra", "programs", "proofs", "x", "")
+    assert list(map(config.reference.teacher_of, names)) == [
+        "math",
+        "math",
+        "code",
+        "itself",
+        "",
+        "",
+    ]
+    server = config.reference.server_of("programs")
+    assert server is not None
+    assert server.base_url == SERVER["base_url"]
+    assert config.reference.server_of("sums") is None
+    assert config.reference.server_of("x") is None
+    assert list(config.reference.servers) == ["reference.teachers.code.server"]
+    again = parse_config(tomllib.loads(dump_config(config)), source="config.toml")
+    assert again == config
+
+
+def test_a_teacher_on_the_ranks_has_its_own_folder_and_layout() -> None:
+    teachers = TEACHERS | {
+        "wide": {"environments": ["w"], "path": "other", "parallel": {"tp": 2}}
+    }
+    config = config_with(
+        KL,
+        learner={"world_size": 2},
+        reference={"teachers": teachers, "top_k": 0},
+        environments=played("x"),
+    )
+    settings = role_settings(config)
+    assert list(settings) == [
+        "reference",
+        "reference.teachers.math",
+        "reference.teachers.wide",
+    ]
+    assert settings["reference"].model.path == Path("model")
+    assert settings["reference.teachers.math"].model.path == Path("teacher")
+    assert settings["reference.teachers.math"].learner.parallel.tp == 1
+    assert settings["reference.teachers.wide"].learner.parallel.tp == 2
+    assert config.role_folders == {
+        "reference.teachers.math.path": Path("teacher"),
+        "reference.teachers.wide.path": Path("other"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("environments", "reference", "is_loaded"),
+    [
+        (("sums", "programs"), {}, False),
+        (("sums", "programs"), {"top_k": 0, "refresh_every_steps": 0}, False),
+        (("sums", "programs"), {"path": "model"}, True),
+        (("sums", "x"), {}, True),
+        # Environments may be submitted, which nobody knows yet.
+        ((), {}, True),
+    ],
+)
+def test_the_reference_itself_is_there_only_if_an_environment_may_need_it(
+    environments: tuple[str, ...], reference: Table, is_loaded: bool
+) -> None:
+    tables = {"reference": reference | {"teachers": TEACHERS}}
+    config = config_with(KL, environments=played(*environments), **tables)
+    assert ("reference" in role_settings(config)) == is_loaded
+    refused = config.teacher_refusal("new")
+    assert bool(refused) != is_loaded
+    assert config.teacher_refusal("algebra") == ""
+    if refused:
+        assert refused == (
+            "new must be among the environments of a teacher (math, code, itself): the run has "
+            "no other reference model"
+        )
+    # With adapters it would be the policy without them.
+    adapted = config_with(
+        KL, environments=played(*environments), lora={"rank": 8}, **tables
+    )
+    assert reference_is_policy(adapted) == (is_loaded and "path" not in reference)
+
+
+@pytest.mark.parametrize(
+    ("teachers", "cause"),
+    [
+        (
+            {"a": {"environments": ["e"]}},
+            "a teacher needs exactly one of path, policy = true and the table server, got none",
+        ),
+        (
+            {"a": {"environments": ["e"], "path": "p", "policy": True}},
+            "a teacher needs exactly one of path, policy = true and the table server, got path "
+            "and policy",
+        ),
+        (
+            {"a": {"environments": ["e"], "policy": True, "parallel": {"tp": 1}}},
+            "parallel has no effect with policy: no model is loaded",
+        ),
+        (
+            {"a": {"environments": [], "policy": True}},
+            "reference.teachers.a.environments",
+        ),
+        ({"a b": {"environments": ["e"], "policy": True}}, "reference.teachers.a b"),
+        (
+            TEACHERS | {"b": {"environments": ["algebra"], "path": "other"}},
+            "teachers math and b both have the environment algebra: it has one teacher",
+        ),
+        (
+            TEACHERS | {"b": {"environments": ["other"], "path": "teacher"}},
+            "teachers math and b are the same model: name the environments of both in one",
+        ),
+    ],
+)
+def test_teachers_that_cannot_be_told_apart_are_refused(
+    teachers: Table, cause: str
+) -> None:
+    assert cause in refusal(KL, reference={"teachers": teachers})
+
+
+def test_what_excludes_one_reference_excludes_a_teacher_too() -> None:
+    reference: Table = {"teachers": TEACHERS}
+    assert refusal({}, reference=reference) == (
+        "the table reference has no effect with algorithm.kl.coefficient = 0"
+    )
+    sampling = {**SMALLEST["sampling"], "temperature": 0.8}
+    assert refusal(KL, reference=reference, sampling=sampling).startswith(
+        "reference.teachers.code.server needs sampling.temperature = 1"
+    )
+    replay = KL | {"router_replay": "rollout"}
+    assert refusal(replay, reference=reference).startswith(
+        "algorithm.router_replay must be 'off' with reference.teachers.itself.policy = true"
+    )
+    cut = {**SMALLEST["sampling"], "top_p": 0.9}
+    assert refusal(KL, reference=reference, sampling=cut).startswith(
+        "reference.teachers.code.server excludes sampling.top_p = 0.9"
+    )
+    evaluations = [{"reference": "m:E", "name": "proofs"}]
+    assert refusal(KL, reference=reference, evaluations=evaluations).startswith(
+        "reference.teachers.itself.environments must be trained, got the evaluation proofs"
+    )
+
+
+def test_a_teacher_has_the_policys_tokens(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model")
+    model_folder(tmp_path / "teacher", vocab_size=8)
+    teachers: Table = {"t": {"environments": ["e"], "path": str(tmp_path / "teacher")}}
+    config = config_with(
+        KL, model={"path": str(model)}, reference={"teachers": teachers}
+    )
+    sizes = read_model_sizes(tmp_path / "model")
+    (problem,) = role_problems(config, sizes)
+    assert problem.startswith(
+        "reference.teachers.t.path must have the policy's vocabulary of 100 tokens, got 8"
+    )

@@ -57,11 +57,17 @@ def test_layouts_of_reference_and_critic_do_not_keep_one_rank_from_exporting() -
     before = config(
         {"world_size": 4, "parallel": {"tp": 4}},
         algorithm={"advantage": "gae", "kl": {"coefficient": 0.1}},
-        reference={"parallel": {"pp": 2}},
+        reference={
+            "parallel": {"pp": 2},
+            "teachers": {
+                "t": {"environments": ["e"], "path": "p", "parallel": {"tp": 2}}
+            },
+        },
         critic={"learning_rate": 1e-3, "parallel": {"tp": 2}},
     )
     alone = on_one_rank(before, Path("step-000001"))
     assert alone.reference.parallel is alone.critic.parallel is None
+    assert alone.reference.teachers["t"].parallel is None
 
 
 def test_settings_of_the_model_are_those_of_the_run() -> None:

@@ -226,6 +226,8 @@ class EnvironmentServicer(Part, environment_pb2_grpc.EnvironmentServiceServicer)
             return problem
         if refusal := self._run.config.lora.refusal(spec.adapter):
             return refusal
+        if refusal := self._run.config.teacher_refusal(spec.name):
+            return refusal
         if entry is not None and entry.spec.adapter != spec.adapter:
             return (
                 f"adapter of {spec.name} must stay {entry.spec.adapter!r}, got {spec.adapter!r}: "

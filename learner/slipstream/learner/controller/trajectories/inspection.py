@@ -166,7 +166,7 @@ def _reference_fault(trajectory: Trajectory, top_k: int | None, vocabulary: int)
     if reference is None:
         is_trained = trajectory.purpose is Purpose.TRAINING and trajectory.has_reward
         lacks = is_trained and top_k is not None
-        return "it lacks the log-probabilities of reference.server" if lacks else ""
+        return "it lacks the log-probabilities of its teacher's server" if lacks else ""
     if reference.top_k != top_k:
         return (
             f"it has {reference.top_k} likely tokens of a reference, "
@@ -344,7 +344,8 @@ class Inspector:
         if fault := _excess(trajectory, config.sampling):
             return fault
         reference = config.reference
-        top_k = None if reference is None or reference.server is None else reference.top_k
+        is_scored = reference is not None and reference.server_of(trajectory.environment)
+        top_k = reference.top_k if reference is not None and is_scored else None
         fault = _reference_fault(trajectory, top_k, vocabulary)
         if fault or group is None:
             return fault

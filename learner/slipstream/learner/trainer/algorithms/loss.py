@@ -33,9 +33,10 @@ from slipstream.core.settings.algorithm_section import (
     KlSection,
 )
 from slipstream.core.settings.config import Config
+from slipstream.core.settings.role_sections import ReferenceSection
 from slipstream.core.types import LogprobArray, ReferenceLogprobs, Trajectory
 from slipstream.learner.algorithms.advantages import token_advantages
-from slipstream.learner.algorithms.columns import Column, Reduce
+from slipstream.learner.algorithms.columns import Column, Reduce, is_of_teacher
 from slipstream.learner.algorithms.episodes import FloatArray, ScoredEpisode, TokenAdvantages, Turn
 from slipstream.learner.algorithms.functions import Function, function_of, shaped_rewards, side_of
 from slipstream.learner.algorithms.inputs import (
@@ -122,6 +123,8 @@ def training_sequences(
         rules_of_environment.kl_coefficient is not None for rules_of_environment in rules.values()
     )
     objectives = [*objectives_of(config)]
+    reference_section = config.reference or ReferenceSection()
+    teachers = [*reference_section.teachers]
     estimated: list[TokenEstimates[NumpyArray]] = []
     for index, (trajectory, model_estimates) in enumerate(
         zip(trajectories, estimates_by_index, strict=True)
@@ -148,6 +151,10 @@ def training_sequences(
             name = trajectory.environment
             place = objectives.index(name) if name in objectives else 0
             fields["objectives"] = np.full(trajectory.num_sampled_tokens, place)
+        if teachers:
+            teacher = reference_section.teacher_of(trajectory.environment)
+            place = teachers.index(teacher) if teacher else -1
+            fields["teachers"] = np.full(trajectory.num_sampled_tokens, place)
         if model_estimates.versions is not None:
             fields["version_logprobs"] = model_estimates.versions
         estimated.append(TokenEstimates(shared, **fields))
@@ -464,6 +471,7 @@ def policy_loss(
             coefficients = micro_batch.kl_coefficients
         divergence = _reference_divergence(policy_logprobs, top, micro_batch, kl)
         losses = losses + coefficients * factors.weights * divergence
+    values += _by_teacher(policy_logprobs, micro_batch, columns, mask)
     if algorithm.entropy_coefficient:
         losses = losses - algorithm.entropy_coefficient * entropy
     losses = torch.where(mask, micro_batch.loss_weights * losses, 0.0)
@@ -484,6 +492,19 @@ def _reported(
         raise function.fault(f"it reports {min(unknown)}, but did not of three tokens", where)
     for name, report in results.reports.items():
         yield TokenValues(Column.of_report(name), report, mask)
+
+
+def _by_teacher(
+    policy_logprobs: Tensor, micro_batch: MicroBatch, columns: Sequence[Column], mask: Tensor
+) -> Iterator[TokenValues]:
+    """Yields the divergence from each teacher with a name, over its environments' tokens."""
+    places = micro_batch.teachers
+    reference = micro_batch.reference_logprobs
+    if places is None or reference is None:
+        return
+    divergence = kl_estimate(policy_logprobs.detach(), reference, "k3")
+    for place, column in enumerate(c for c in columns if is_of_teacher(c)):
+        yield TokenValues(column, divergence, mask & (places == place))
 
 
 def _reference_divergence(

@@ -142,6 +142,11 @@ class TokenEstimates(Generic[Array]):
     kl_coefficients: Array | None = field(default=None, metadata=_column(np.float32))
     # The place of the token's loss among those of the step; None: all tokens have one loss.
     objectives: Array | None = field(default=None, metadata=_column(np.int16))
+    # The place of the token's teacher among those with a name, or -1; None: none has a name.
+    teachers: Array | None = field(
+        default=None,
+        metadata=_column(np.int16),
+    )
     # The temperature at which the token was sampled; None: that of the whole batch.
     temperatures: Array | None = field(default=None, metadata=_column(np.float64))
     # Whether the token belongs to the ratio of its sequence, in passes that a client orders.

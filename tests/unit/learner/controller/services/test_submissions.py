@@ -82,6 +82,19 @@ def test_an_allowed_module_is_started_from_the_runs_own_place_alone(
     )
 
 
+def test_an_environment_without_a_teacher_is_refused_where_there_is_no_other_model() -> (
+    None
+):
+    teachers = {"t": {"environments": ["own", "new"], "policy": True}}
+    servicer, _, _ = submissions(
+        algorithm={"kl": {"coefficient": 0.1}}, reference={"teachers": teachers}
+    )
+    assert servicer._problem(submitted("new")) == ""
+    assert servicer._problem(submitted("other")).startswith(
+        "other must be among the environments of a teacher (t)"
+    )
+
+
 def test_a_run_without_environments_has_its_working_directory() -> None:
     run = run_of(controller={"client_loop": True}, learner={"shared_prefix_tokens": 0})
     servicer = EnvironmentServicer(run, books_of(run), None)  # type: ignore[arg-type]

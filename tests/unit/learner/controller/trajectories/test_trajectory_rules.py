@@ -8,6 +8,7 @@ from slipstream.core.settings.algorithm_section import KlSection
 from slipstream.core.settings.role_sections import (
     ReferenceSection,
     ReferenceServerSection,
+    TeacherSection,
 )
 from slipstream.core.types import (
     Branch,
@@ -231,7 +232,7 @@ def test_a_teacher_reads_what_the_run_allows(
     [
         (scored(2, 9), 2, ""),
         (scored(0, 9), 0, ""),
-        ({}, 0, "it lacks the log-probabilities of reference.server"),
+        ({}, 0, "it lacks the log-probabilities of its teacher's server"),
         ({"purpose": Purpose.EVALUATION}, 2, ""),
         ({"status": Status.CANCELLED}, 2, ""),
         (
@@ -254,3 +255,19 @@ def test_a_trajectory_has_what_the_runs_reference_says(
     reference = None if top_k is None else ReferenceSection(server=server, top_k=top_k)
     trajectory = dataclasses.replace(GOOD, **changes)
     assert fault_of(trajectory, None, reference=reference) == cause
+
+
+def test_a_trajectory_has_what_its_own_environments_teacher_says() -> None:
+    server = ReferenceServerSection(base_url="http://there/v1", model="m")
+    served = TeacherSection(environments=(GOOD.environment,), server=server)
+    itself = TeacherSection(environments=("another",), policy=True)
+    reference = ReferenceSection(top_k=2, teachers={"a": served, "b": itself})
+    answered = dataclasses.replace(GOOD, **scored(2, 9))
+    assert fault_of(answered, None, reference=reference) == ""
+    assert "it lacks" in fault_of(GOOD, None, reference=reference)
+    other = {"environment": "another"}
+    assert fault_of(dataclasses.replace(GOOD, **other), None, reference=reference) == ""
+    fault = fault_of(dataclasses.replace(answered, **other), None, reference=reference)
+    assert fault == (
+        "it has 2 likely tokens of a reference, reference.top_k is not set"
+    )
