@@ -351,6 +351,24 @@ def _enclosing() -> Callable[[LossInputs], Tensor]:
 
 
 encloses_the_first_scale = _enclosing()
+_inner = _enclosing()
+
+
+def calls_what_encloses_the_first_scale(tokens: LossInputs) -> Tensor:
+    return _inner(tokens)
+
+
+def stops_at_a_mean_gap(tokens: LossInputs) -> Tensor:
+    """Nothing is trained where the mean of a micro batch is far: a mini-batch has several."""
+    gaps = (tokens.proximal_logprobs - tokens.logprobs).detach()[tokens.mask]
+    is_far = len(gaps) > 0 and float(gaps.mean()) > 0.5
+    return _plain(tokens) * (0.0 if is_far else 1.0)
+
+
+def mean_between(group: Sequence[RewardedEpisode]) -> bool:
+    """It is right: the bounds are none of the rewards that are tried."""
+    mean = sum(episode.reward for episode in group) / len(group)
+    return 0.1 < mean < 0.9
 
 
 def neither(group: Sequence[RewardedEpisode]) -> None:

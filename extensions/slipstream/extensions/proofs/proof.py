@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType
 from typing import Any, TypeVar
 from unittest import mock
 
@@ -121,18 +122,40 @@ def difference(
 def _kept_by(function: Function) -> dict[str, str]:
     """Returns the repr of whatever a function may change, by name, to detect changes.
 
-    These are the globals of its module, what it encloses, and the defaults of its arguments.
+    These are the globals of its module, and what the function and all functions of the module that
+    it may call enclose, and the defaults of their arguments.
     """
     call = implementation(function)
     reprs: dict[str, str] = {}
-    for name, cell in zip(call.__code__.co_freevars, call.__closure__ or (), strict=True):
-        reprs[f"{name} (enclosed)"] = repr(cell.cell_contents)
-    for name, default in (call.__kwdefaults__ or {}).items():
-        reprs[f"{name} (a default)"] = repr(default)
     for name, value in call.__globals__.items():
         if not name.startswith("__"):
             is_own = getattr(value, "__module__", "") == call.__module__
             reprs[name] = repr((value, is_own and getattr(value, "__dict__", None)))
+    open_functions: list[tuple[str, object]] = [("", call), *call.__globals__.items()]
+    known: set[int] = set()
+    while open_functions:
+        name, value = open_functions.pop()
+        if not isinstance(value, FunctionType) or value.__module__ != call.__module__:
+            continue
+        if id(value) in known:
+            continue
+        known.add(id(value))
+        owner = f" of {name}" if name and value is not call else ""
+        cells = value.__closure__ or ()
+        for variable, cell in zip(value.__code__.co_freevars, cells, strict=True):
+            try:
+                content = cell.cell_contents
+            except ValueError:
+                # The variable has no value yet.
+                content = None
+            reprs[f"{variable} (enclosed{owner})"] = repr(content)
+            open_functions.append((variable, content))
+        defaults = dict(value.__kwdefaults__ or {})
+        names = value.__code__.co_varnames[: value.__code__.co_argcount]
+        positional = value.__defaults__ or ()
+        defaults |= zip(names[len(names) - len(positional) :], positional, strict=True)
+        for argument, default in defaults.items():
+            reprs[f"{argument} (a default{owner})"] = repr(default)
     return reprs
 
 
@@ -144,8 +167,9 @@ class Rewards(tuple[tuple[float, ...], ...]):
         return f"rewards {' and '.join(groups)}"
 
 
-# Equal rewards: sums of the first are exact, those of the others are rounded.
-ROUNDED = (0.125, 0.1, 0.3, 0.7)
+# Equal rewards: sums of the first are exact, those of the others are rounded. A bound of a filter,
+# such as 0.1, is none of them: beside it every mean is decided by rounding.
+ROUNDED = (0.125, 0.173, 0.346, 0.671)
 # Rewards from 0 to 1.
 PLAIN = (
     Rewards([(0.5,)]),

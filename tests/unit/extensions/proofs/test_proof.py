@@ -25,7 +25,7 @@ WRONG_LOSSES = {
     "reads_the_token_before": ("layout", "padding: loss of token 0 is 0, not"),
     "leaves_out_what_is_far": (
         "layout",
-        "(5000) .xxx (x is a trained token), log ratios of deviation 3",
+        "x.xxxx.xx .xxxx (x is a trained token), log ratios of deviation 3",
     ),
     "stops_early": (
         "layout",
@@ -216,13 +216,19 @@ def test_an_example_is_the_smallest_one_and_other_layouts_are_named() -> None:
         (
             "filter",
             "deviates",
-            "rounding: it keeps a group of 7 rewards 0.1 and leaves out one of",
+            "rounding: it keeps a group of 7 rewards 0.173 and leaves out one of",
         ),
         (
             "loss",
             "encloses_the_first_scale",
             "state: calls change scale (enclosed) of its module",
         ),
+        (
+            "loss",
+            "calls_what_encloses_the_first_scale",
+            "state: calls change scale (enclosed of _inner) of its module",
+        ),
+        ("loss", "stops_at_a_mean_gap", "layout: a micro batch for each sequence"),
         ("filter", "neither", "the result is neither true nor false: None"),
     ],
 )
@@ -241,6 +247,7 @@ def test_other_wrong_functions_are_refused(
         ("weight", "weight_by_a_module_that_changes"),
         ("advantage", "only_from_0_to_1"),
         ("reward", "reward_of_metrics"),
+        ("filter", "mean_between"),
     ],
 )
 def test_other_right_functions_are_proved(kind: FunctionKind, name: str) -> None:
