@@ -7,6 +7,7 @@ import pytest
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.configuration.foreign_names import (
     EARLIER_RELEASE,
+    ForeignName,
     explain,
     foreign_names,
 )
@@ -176,6 +177,20 @@ def test_a_setting_that_went_is_told_with_its_successor(typed: str, told: str) -
     assert told in str(refused.value)
 
 
+EARLIER = [row for row in foreign_names() if row.trainer == EARLIER_RELEASE]
+
+
+@pytest.mark.parametrize("row", EARLIER, ids=[row.name for row in EARLIER])
+def test_every_setting_that_went_is_told_by_name(row: ForeignName) -> None:
+    table, _, rest = row.name.partition(".")
+    is_list = table in ("environments", "evaluations") and rest
+    typed = f"{table}.0.{rest}" if is_list else row.name
+    with pytest.raises(ConfigError) as refused:
+        load_config(None, [*START, EVALUATION, f"{typed}=1"])
+    assert f"{EARLIER_RELEASE}'s {row.name} {row.meaning}" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 def test_every_counterpart_is_a_setting() -> None:
     missing = [
         (row.name, setting)
@@ -190,9 +205,8 @@ def test_every_counterpart_is_a_setting() -> None:
 
 
 def test_no_name_of_an_earlier_release_is_a_setting_today() -> None:
-    earlier = [row.name for row in foreign_names() if row.trainer == EARLIER_RELEASE]
-    assert len(earlier) > 80
-    assert [name for name in earlier if setting_exists(name)] == []
+    assert len(EARLIER) > 80
+    assert [row.name for row in EARLIER if setting_exists(row.name)] == []
 
 
 def test_our_own_slips_are_not_taken_for_names_of_others() -> None:
