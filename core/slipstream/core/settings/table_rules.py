@@ -3,6 +3,7 @@
 Each function yields one line for each broken rule, with the values and the rule.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from importlib.metadata import entry_points
 from typing import Any, cast
@@ -177,6 +178,11 @@ def _size_problems(config: Tables) -> Iterator[str]:
     names = [section.name for section in config.played]
     if len(set(names)) != len(names):
         yield f"environments and evaluations need different names, got {', '.join(names)}"
+    # The metric `b/c` of `a` would have the name of the metric `c` of `a/b`.
+    for name in names:
+        beginnings = [name[: slash.start()] for slash in re.finditer("/", name)]
+        for other in set(names).intersection(beginnings):
+            yield f"a name must not go on behind another environment's by /, got {name} and {other}"
     if algorithm.groups_per_step % algorithm.mini_batches:
         yield (
             f"algorithm.groups_per_step must be a multiple of mini_batches, "

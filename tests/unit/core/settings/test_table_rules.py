@@ -298,6 +298,10 @@ TABLES: list[tuple[Changes, str]] = [
         played(name="held") | evaluated(),
         "environments and evaluations need different names, got h",
     ),
+    (
+        played(name="sums") | evaluated(name="sums/hard/far"),
+        "a name must not go on behind another environment's by /, got sums/hard/far and sums",
+    ),
     # Evaluations and profiles.
     (
         evaluated(num_episodes=9, samples_per_task=2),
