@@ -1,7 +1,7 @@
 """Tells before a run which names of environments in the tables of teachers have no effect."""
 
 from slipstream.client.launch.check import Check, Stage
-from slipstream.client.launch.findings import CONTROLLER, Finding, Scene, advice
+from slipstream.client.launch.scene import CONTROLLER, Finding, Scene, advice
 from slipstream.core.settings.role_sections import teacher_setting
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from slipstream.client.launch import fit
-from slipstream.client.launch.findings import Scene
+from slipstream.client.launch.scene import Scene
 from slipstream.core.models.model_sizes import read_model_sizes
 from slipstream.extensions.other_models import launch
 from support.fakes.small_configs import small_config
