@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import sys
+import time
 import weakref
 
 # The program that compares.
@@ -72,6 +73,7 @@ class MathJudge:
         has_place = True
         reader, writer = await program.connected()
         try:
+            began_s = time.monotonic()
             writer.write(request)
             reading = asyncio.ensure_future(reader.readline())
             try:
@@ -89,6 +91,9 @@ class MathJudge:
                 self._quick.release()
             writer.close()
         if not line.endswith(b"\n"):
+            # The kernel may end a comparison at its limit before this process wakes.
+            if time.monotonic() - began_s >= self._timeout_s:
+                raise TimeoutError
             return None
         verdict: dict[str, bool] = json.loads(line)
         if "failed" in verdict:
