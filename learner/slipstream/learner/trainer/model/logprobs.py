@@ -203,16 +203,21 @@ class _Logprobs(torch.autograd.Function):
         if ctx.kept_logits is None:
             for chunk in chunks:
                 reduce(chunk)
-        log_total, mean_logit = _over_all_shards(sums, projection.tp_group)
-        entropy = log_total - mean_logit
+        peaks, log_sums, means = _over_all_shards(sums, projection.tp_group)
+        entropy = log_sums - means
+        log_total = peaks + log_sums
         ctx.save_for_backward(hidden, weight, places, kept_ids, log_total, entropy)
         ctx.projection = projection
         if not projection.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         if kernel_logprobs is not None:
             return kernel_logprobs, entropy
-        row_total = log_total if targets.dim() == 1 else log_total[:, None]
-        return sums.target_logits - row_total, entropy
+        if targets.dim() > 1:
+            peaks = peaks[:, None]
+            log_sums = log_sums[:, None]
+        # The peak is taken off first: `log_total` has the rounding of a number as large as a logit,
+        # 5e-7 from 8 to 16, where a likely token's log-probability has one of 1e-8.
+        return (sums.target_logits - peaks) - log_sums, entropy
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -274,15 +279,15 @@ class _Logprobs(torch.autograd.Function):
         return hidden_grad, returned_grad, None, None, None, None
 
 
-def _over_all_shards(sums: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-    """Returns log(sum of exp(logit)) and the mean logit over the vocabulary, both [rows].
+def _over_all_shards(sums: Sums, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the largest logit, and two numbers relative to it, each [rows].
 
-    `sums` are those of this rank's shard; its target logits become those of all shards. Collective
-    over the group.
+    These are log(sum of exp(logit)) and the mean logit over the vocabulary. `sums` are those of
+    this rank's shard; its target logits become those of all shards. Collective over the group.
     """
     peaks, totals, expected, target_logits = sums
     if group is None:
-        return peaks + totals.log(), peaks + expected / totals
+        return peaks, totals.log(), expected / totals
     # The sums of a rank are relative to its own peaks.
     top_peaks = peaks.clone()
     dist.all_reduce(top_peaks, op=dist.ReduceOp.MAX, group=group)
@@ -294,7 +299,7 @@ def _over_all_shards(sums: Sums, group: dist.ProcessGroup | None) -> tuple[Tenso
     dist.all_reduce(all_sums, group=group)
     all_totals = all_sums[0]
     target_logits.copy_(all_sums[2] if target_logits.dim() == 1 else all_sums[2:].t())
-    return top_peaks + all_totals.log(), top_peaks + all_sums[1] / all_totals
+    return top_peaks, all_totals.log(), all_sums[1] / all_totals
 
 
 def gradient_sum(weight: Tensor) -> Tensor:
