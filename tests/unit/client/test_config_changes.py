@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from slipstream.client.run_folder import check_resumable
+from slipstream.client.resumed_settings import check_resumable
 from slipstream.core.configuration.config_file import load_config
 from slipstream.core.errors import ConfigError
 from slipstream.core.models.model_files import tokenizer_digest

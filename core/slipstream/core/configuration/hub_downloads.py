@@ -36,14 +36,14 @@ def bring_files(
     is missing or a download fails.
     """
     for place in (*MODELS, *_teacher_places(table)):
-        section = _inner_table(table, place)
-        earlier = _inner_table(before, place)
-        if isinstance(section, dict) and isinstance(section.get("path"), str):
-            earlier_path = earlier.get("path") if isinstance(earlier, dict) else None
+        section = _value_at(table, place)
+        earlier = _value_at(before, place)
+        path = _value_at(section, "path")
+        if isinstance(section, dict) and isinstance(path, str):
             section["path"] = _folder(
                 f"{place}.path",
-                section["path"],
-                earlier_path,
+                path,
+                _value_at(earlier, "path"),
                 whole,
                 apart,
             )
@@ -55,15 +55,19 @@ def bring_files(
 
 
 def _teacher_places(table: Mapping[str, Any]) -> list[str]:
-    teachers = _inner_table(table, "reference.teachers")
-    return list(map(teacher_setting, teachers)) if isinstance(teachers, dict) else []
+    teachers = _value_at(table, "reference.teachers")
+    if not isinstance(teachers, dict):
+        return []
+    return [teacher_setting(name) for name in teachers]
 
 
-def _inner_table(table: Mapping[str, Any], place: str) -> object:
+def _value_at(table: object, place: str) -> object:
     """Returns what stands at a dotted place of a table; None where nothing does."""
-    inner: object = table
+    inner = table
     for name in place.split("."):
-        inner = inner.get(name) if isinstance(inner, Mapping) else None
+        if not isinstance(inner, Mapping):
+            return None
+        inner = inner.get(name)
     return inner
 
 
@@ -76,9 +80,7 @@ def _folder(
 ) -> str:
     """Returns `path` or, if it is a hub name, the folder into which the model is downloaded."""
     hub_name = _NAME.fullmatch(path)
-    owner = path.partition("/")[0]
-    # A missing folder in models/ has not been made yet; it is no hub name.
-    if hub_name is None or Path(path).exists() or owner == "models" or Path(owner).exists():
+    if hub_name is None or _is_local(Path(path)):
         return path
     name, revision = hub_name.groups()
     if apart and COMMIT.fullmatch(revision or "") is None:
@@ -87,10 +89,17 @@ def _folder(
             "are started one by one: each would take the newest state of its own time"
         )
     files = HubFiles(name, "model", revision, f"{setting}: {name}, no folder in {Path.cwd()},")
-    if revision is None and isinstance(before, str) and files.holds(Path(before)):
-        files = HubFiles(name, "model", Path(before).name, files.shown)
+    earlier_folder = Path(before) if isinstance(before, str) else None
+    if revision is None and earlier_folder is not None and files.holds(earlier_folder):
+        files = HubFiles(name, "model", earlier_folder.name, files.shown)
     patterns = (*_SMALL, _WEIGHTS) if whole else _SMALL
     return str(files.bring(patterns, without=_WITHOUT))
+
+
+def _is_local(path: Path) -> bool:
+    """Whether a path is of a folder here, or will be one in models/."""
+    owner = Path(path.parts[0])
+    return path.exists() or owner.exists() or owner == Path("models")
 
 
 def _pin_data(args: object, before: object) -> None:
@@ -100,10 +109,11 @@ def _pin_data(args: object, before: object) -> None:
     path = args.get("path")
     if not isinstance(path, str) or not path.startswith(DATA_PREFIX):
         return
-    for section in before if isinstance(before, list) else ():
-        earlier_args = section.get("args", {}) if isinstance(section, dict) else {}
-        if earlier_args.get("path") == path and earlier_args.get("hub_revision"):
-            args["hub_revision"] = earlier_args["hub_revision"]
+    earlier_sections = before if isinstance(before, list) else []
+    for section in earlier_sections:
+        revision = _value_at(section, "args.hub_revision")
+        if revision and _value_at(section, "args.path") == path:
+            args["hub_revision"] = revision
             return
     files = HubFiles(path.removeprefix(DATA_PREFIX), "dataset", shown=path)
     args["hub_revision"] = files.bring(["README.md"]).name
