@@ -15,6 +15,7 @@ from slipstream.extensions.tinker.contract import (
     REQUESTS,
     REQUIRED,
     SDK,
+    UNREAD,
     UNSERVED,
     Field,
     Use,
@@ -70,7 +71,9 @@ def page() -> str:
         lines += [f"## {name}", "", *table(fields), ""]
     lines += ["## Inputs of losses", "", *table(LOSS_INPUTS), ""]
     lines += ["## Losses", "", *losses(), ""]
-    lines += ["## Addresses that are not served", "", "| address | |", "|---|---|"]
+    lines += ["## Types that are not read", "", "| type | |", "|---|---|"]
+    lines += [f"| `{name}` | {reason} |" for name, reason in UNREAD.items()]
+    lines += ["", "## Addresses that are not served", "", "| address | |", "|---|---|"]
     lines += [f"| `{address}` | {reason} |" for address, reason in UNSERVED.items()]
     return "\n".join(lines) + "\n"
 

@@ -18,6 +18,7 @@ from slipstream.extensions.tinker.contract import (
     REQUESTS,
     REQUIRED,
     SDK,
+    UNREAD,
     UNSERVED,
     Use,
 )
@@ -98,6 +99,13 @@ def test_each_request_has_the_fields_and_defaults_of_the_sdk(name: str) -> None:
         assert ours.pop("adam_params") is REQUIRED
         assert ours.pop("optimizer_params") is None
     assert ours == theirs
+
+
+def test_each_type_of_a_request_has_its_fields_or_its_reason() -> None:
+    endings = ("Request", "Params", "Config", "Chunk", "ModelInput")
+    theirs = {name for name in types_of_the_sdk() if name.endswith(endings)}
+    assert not {*REQUESTS} & {*UNREAD}
+    assert {*REQUESTS, *UNREAD} == theirs
 
 
 @pytest.mark.parametrize("name", MESSAGES)

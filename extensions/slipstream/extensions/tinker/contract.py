@@ -89,6 +89,9 @@ REQUESTS: Mapping[str, Fields] = {
         "optimizer_config": _read("must be adamw", {"type": "adamw"}),
         "type": _type("create_model"),
     },
+    "AdamOptimizerConfig": {
+        "type": _read("must be adamw", "adamw"),
+    },
     "LoraConfig": {
         "rank": _read("the rank of the adapter"),
         "seed": _read("draws the adapter, with `lora.adapters`; else `run.seed` does", None),
@@ -190,6 +193,13 @@ REQUESTS: Mapping[str, Fields] = {
         ),
         "type": _type("sample"),
     },
+    "ModelInput": {
+        "chunks": _read("the parts of a prompt, one after the other"),
+    },
+    "EncodedTextChunk": {
+        "tokens": _read("token ids"),
+        "type": _read("must be encoded_text", "encoded_text"),
+    },
     "SamplingParams": {
         "max_tokens": _read("most tokens of a reply; None: all that there is room for", None),
         "seed": _read("reply 0 has it, reply 1 the next number", None),
@@ -260,6 +270,24 @@ LOSS_INPUTS: Fields = {
     "sequence_ratio_mask": _read("of `gspo`; without it, where the advantage is not 0"),
     "clip_low_threshold": _refused("loss_fn_config has thresholds for all tokens alike"),
     "clip_high_threshold": _refused("loss_fn_config has thresholds for all tokens alike"),
+}
+
+# Types of the SDK's requests none of whose fields is read, with the reason.
+UNREAD: Mapping[str, str] = {
+    "CopyWeightsRequest": "`copy_weights` is not served",
+    "CreateCustomLossRequest": "`create_custom_loss` is not served",
+    "DimuonOptimizerConfig": "refused: the optimizer is adamw",
+    "DimuonParams": "refused: the optimizer is adamw",
+    "DmelChunk": "refused: this server takes text",
+    "FuturesRetrieveRequest": "`retrieve_futures` is not served",
+    "GetBillingUsageRequest": "`billing/usage` is not served",
+    "GetCurrentCheckpointStorageUsageRequest": "`billing/usage` is not served",
+    "ImageAssetPointerChunk": "refused: this server takes text",
+    "ImageChunk": "refused: this server takes text",
+    "JoinSamplingSessionRequest": "`join_sampling_session` is not served",
+    "SessionSearchRequest": "only the end of a session is taken",
+    "TelemetrySendRequest": "no effect: reports on the client are taken and kept nowhere",
+    "UnloadModelRequest": "`unload_model` is not served",
 }
 
 # Addresses of the SDK that answer 404, with the reason.

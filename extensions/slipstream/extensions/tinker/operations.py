@@ -268,10 +268,10 @@ def sample(body: Body, config: Config, vocabulary: int) -> pb.Operation:
 def _prompt(prompt: Body, vocabulary: int) -> "np.ndarray[Any, np.dtype[Any]]":
     """Returns the token ids of a prompt, each of the vocabulary."""
     token_ids: list[int] = []
-    for chunk in prompt["chunks"]:
+    for chunk in checked("ModelInput", prompt)["chunks"]:
         if chunk.get("type", "encoded_text") != "encoded_text":
             raise Refused(f"a prompt is text here, got a chunk of type {chunk['type']}")
-        token_ids += chunk["tokens"]
+        token_ids += checked("EncodedTextChunk", chunk)["tokens"]
     if not token_ids:
         raise Refused("a prompt has one token at least, got none")
     tokens = np.asarray(token_ids)
@@ -401,5 +401,9 @@ def _check_model(name: str | None, config: Config) -> None:
 
 def _check_optimizer(fields: Body) -> None:
     optimizer = fields["optimizer_config"]
-    if optimizer is not None and optimizer.get("type", "adamw") != "adamw":
+    if optimizer is None:
+        return
+    # Another optimizer has other fields, of which the first unknown one says less than its name.
+    if optimizer.get("type", "adamw") != "adamw":
         raise Refused(f"this server has the optimizer adamw only, not {optimizer['type']}")
+    checked("AdamOptimizerConfig", optimizer)

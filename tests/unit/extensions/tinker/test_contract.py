@@ -61,10 +61,12 @@ SAVE = {"model_id": MODEL, "seq_id": 3}
 PUBLISH = SAVE | {"sampling_session_seq_id": 2}
 EXTERNAL = SAVE | {"path": "x"}
 SESSION = {"session_id": "s1", "sampling_session_seq_id": 3, "base_model": "tiny"}
+TEXT = {"tokens": [5, 6]}
+PROMPT = {"chunks": [TEXT]}
 SAMPLE = {
     "sampling_session_id": "s1:sample:0",
     "seq_id": 7,
-    "prompt": {"chunks": [{"tokens": [5, 6]}]},
+    "prompt": PROMPT,
     "sampling_params": {},
 }
 # Fields of a load that begins a model.
@@ -84,6 +86,12 @@ def saved(kind: str) -> Outcome:
 # A request that is carried out, and what comes of one.
 BASES: dict[str, tuple[Mapping[str, Any], Outcome]] = {
     "CreateModelRequest": (CREATE, lambda body: operations.create_model(body, CONFIG)),
+    "AdamOptimizerConfig": (
+        {},
+        lambda body: operations.create_model(
+            CREATE | {"optimizer_config": body}, CONFIG
+        ),
+    ),
     "LoraConfig": (
         LORA,
         lambda body: operations.create_model(CREATE | {"lora_config": body}, CONFIG),
@@ -102,6 +110,16 @@ BASES: dict[str, tuple[Mapping[str, Any], Outcome]] = {
         lambda body: operations.sampling_session(body, CONFIG),
     ),
     "SampleRequest": (SAMPLE, lambda body: operations.sample(body, CONFIG, 7)),
+    "ModelInput": (
+        PROMPT,
+        lambda body: operations.sample(SAMPLE | {"prompt": body}, CONFIG, 7),
+    ),
+    "EncodedTextChunk": (
+        TEXT,
+        lambda body: operations.sample(
+            SAMPLE | {"prompt": {"chunks": [body]}}, CONFIG, 7
+        ),
+    ),
     "SamplingParams": (
         {},
         lambda body: operations.sample(SAMPLE | {"sampling_params": body}, CONFIG, 7),
@@ -151,6 +169,8 @@ OTHERS: dict[str, object] = {
     "age_encryption_recipients": ["age1"],
     "model_path": "tinker://y",
     "num_samples": 3,
+    "chunks": [{"tokens": [1]}],
+    "tokens": [1],
     "prompt": {"chunks": [{"tokens": [1]}]},
     "sampling_params": {"top_k": 3},
     "sampling_session_id": "s1:sample:5",
