@@ -190,22 +190,6 @@ def test_a_name_of_another_trainer_leads_to_our_setting(
 EARLIER = [row for row in foreign_names() if row.trainer == EARLIER_RELEASE]
 
 
-@pytest.mark.parametrize("row", EARLIER, ids=lambda row: row.name)
-def test_a_setting_that_went_is_told_with_its_successor(row: ForeignName) -> None:
-    typed = row.name
-    for entries in ("environments", "evaluations"):
-        typed = typed.replace(f"{entries}.", f"{entries}.0.", 1)
-    with pytest.raises(ConfigError) as refused:
-        load_config(None, [*START, EVALUATION, f"{typed}=1"])
-    line = str(refused.value)
-    assert f"an earlier Slipstream's {row.name} {row.meaning}" in line
-    assert "\n" not in line
-    assert row.settings or row.note.startswith("removed")
-
-
-EARLIER = [row for row in foreign_names() if row.trainer == EARLIER_RELEASE]
-
-
 @pytest.mark.parametrize("row", EARLIER, ids=[row.name for row in EARLIER])
 def test_every_setting_that_went_is_told_by_name(row: ForeignName) -> None:
     table, _, rest = row.name.partition(".")
