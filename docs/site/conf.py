@@ -70,6 +70,7 @@ CONTENTS = {
         "docs/guides/images",
         "docs/guides/agreement",
         "docs/guides/parallelism",
+        "docs/guides/engine_at_an_address",
         "docs/guides/deployment",
         "docs/guides/cluster",
         "docs/guides/kubernetes",

@@ -156,6 +156,9 @@ class Extension:
     # A function of the settings, a folder for files, which is None without a server's own, and
     # whether the engine computes on a CPU. It returns arguments for vLLM.
     engine_arguments: str = ""
+    # A coroutine function of the settings that starts the `Engine` of a server, in place of vLLM in
+    # the server's own processes. `rollout_server.engine_url` needs an option that has one.
+    engine: str = ""
     # A function of the engine's scheduler, the server's `EngineScheduler` or another extension's
     # subclass of it, that returns a subclass.
     scheduler: str = ""

@@ -13,7 +13,9 @@ import secrets
 import signal
 import sys
 import traceback
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import uvloop
 from slipstream.core.configuration.config_file import check_model, load_config
@@ -38,7 +40,7 @@ from slipstream.core.types import ServerId
 from slipstream.protocol.access.exposure import narrow_sockets
 from slipstream.protocol.weights.nccl_group import set_nccl_environment
 from slipstream.rollout_server import child_processes
-from slipstream.rollout_server.engine_interface import EngineDied
+from slipstream.rollout_server.engine_interface import Engine, EngineDied
 from slipstream.rollout_server.episodes.worker_gateway import WorkerLimits
 
 # Bytes of output that are kept for each environment worker; older lines are removed.
@@ -80,12 +82,14 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
     from slipstream.rollout_server.episodes.play import ServedModel
     from slipstream.rollout_server.episodes.renderer import Renderer
     from slipstream.rollout_server.episodes.worker_gateway import WorkerGateway
+    from slipstream.rollout_server.parts import engine_of_option
     from slipstream.rollout_server.service import RolloutServer
 
     check_process(config)
-    child_processes.import_engine(config)
+    start_elsewhere = engine_of_option(config)
+    if start_elsewhere is None:
+        child_processes.import_engine(config)
     from slipstream.rollout_server.vllm.agent_services import AgentServices
-    from slipstream.rollout_server.vllm.engine import VllmEngine
 
     set_nccl_environment(os.environ)
     controller, _ = address_parts(options.controller)
@@ -100,7 +104,9 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
         images=image_tokens(config.model.path),
         ends=find_reply_ends(config),
     )
-    gpus = gpu_names(os.environ, 0, settings.num_workers)
+    # An engine elsewhere computes on no GPU of this server.
+    num_gpus = settings.num_workers if start_elsewhere is None else 0
+    gpus = gpu_names(os.environ, 0, num_gpus)
     limit_s = config.learner.timeout_s
     # Both may block the event loop: nothing else runs in it yet.
     with (
@@ -108,7 +114,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
         child_processes.limited_start(settings.start_timeout_s),
     ):
         try:
-            engine = await VllmEngine.start(config, seed=secrets.randbits(31))
+            engine, llm = await _started(config, start_elsewhere)
         except SlipstreamError:
             raise
         except Exception as error:  # noqa: BLE001 - vLLM's own, told here
@@ -135,7 +141,7 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
             ),
             takes_tools=settings.tool_parser is not None,
         )
-        model = ServedModel(engine, renderer, AgentServices(engine.llm, renderer, settings))
+        model = ServedModel(engine, renderer, AgentServices(llm, renderer, settings))
         server = RolloutServer(config, options.controller, server_id, model, gateway)
         run_stopped = await server.run(stop)
     except* EngineDied as died:
@@ -147,6 +153,18 @@ async def _serve(config: Config, options: argparse.Namespace) -> int:
     finally:
         await engine.aclose()
     return RUN_STOPPED if run_stopped else DONE
+
+
+async def _started(
+    config: Config, start_elsewhere: Callable[[Config], Awaitable[Engine]] | None
+) -> tuple[Engine, Any]:
+    """Returns the started engine, and vLLM's `AsyncLLM`, or None without one here."""
+    if start_elsewhere is not None:
+        return await start_elsewhere(config), None
+    from slipstream.rollout_server.vllm.engine import VllmEngine
+
+    engine = await VllmEngine.start(config, seed=secrets.randbits(31))
+    return engine, engine.llm
 
 
 def report(error: BaseException) -> int:

@@ -474,6 +474,10 @@ Quantization = Literal["off", "fp8_per_channel"]
 _EXACT_CACHES = ("auto", "float16", "bfloat16")
 
 
+# Without a path, which would hide the routes of control, and without credentials.
+EngineUrl = Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+/?$")]
+
+
 class RolloutServerSection(Section):
     """A rollout server and its vLLM engine."""
 
@@ -515,6 +519,11 @@ class RolloutServerSection(Section):
     quantization: Quantization = "off"
     # Passed by name to vLLM's AsyncEngineArgs.
     engine: dict[str, JsonValue] = {}
+    # URL of a vLLM server that [samples in place of an engine of the server's
+    # own](guides/engine_at_an_address.md), such as http://127.0.0.1:8000.
+    engine_url: EngineUrl | None = None
+    # File with that server's key, its `--api-key`.
+    engine_token_file: Path | None = None
     # Time for running episodes to end when the server is told to leave. The rest runs elsewhere.
     drain_timeout_s: float = Field(5.0, ge=0)
     # Limit of the engine's start.
@@ -524,6 +533,12 @@ class RolloutServerSection(Section):
     environment_memory_gib: float | None = Field(None, gt=0)
     # Most processes of an environment worker with its children, beyond which it is ended.
     environment_processes: Positive = 1000
+
+    @model_validator(mode="after")
+    def _token_has_a_receiver(self) -> Self:
+        if self.engine_token_file is not None and self.engine_url is None:
+            raise ValueError("engine_token_file needs engine_url, the server that it opens")
+        return self
 
     @property
     def num_workers(self) -> int:

@@ -82,6 +82,15 @@ def _cut_problems(config: Tables) -> Iterator[str]:
         )
 
 
+def _engine_problems(config: Tables) -> Iterator[str]:
+    url = config.rollout_server.engine_url
+    if url is not None and not any(manifest.engine for manifest in active(config)):
+        yield (
+            f"rollout_server.engine_url = {url!r} needs an extension that samples by a server at "
+            "an address, and none is installed"
+        )
+
+
 def _version_problems(config: Tables) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.reads_versions and not config.scores_versions:
@@ -418,6 +427,7 @@ TABLE_RULES: tuple[Callable[[Tables], Iterator[str]], ...] = (
     unmet,
     _option_problems,
     _cut_problems,
+    _engine_problems,
     _version_problems,
     _length_problems,
     _algorithm_problems,

@@ -26,8 +26,9 @@ class AgentServices:
     """An `AgentApi` of vLLM, which all episodes of a server share."""
 
     def __init__(
-        self, llm: EngineClient, renderer: Renderer, settings: RolloutServerSection
+        self, llm: EngineClient | None, renderer: Renderer, settings: RolloutServerSection
     ) -> None:
+        """`llm` is None if the engine is not in this process."""
         self._llm = llm
         self._renderer = renderer
         self._settings = settings
@@ -45,6 +46,11 @@ class AgentServices:
         return reader
 
     async def api(self) -> Answering:
+        if self._llm is None:
+            raise ConfigError(
+                "the environment runs an agent, whose calls need an engine of the server's own: "
+                "leave out rollout_server.engine_url"
+            )
         return await self._once("vLLM's application for agents", self._open_api)
 
     def _open_reader(self) -> ReplyReader:
