@@ -104,7 +104,7 @@ def written_run(folder: Path) -> Path:
 
     config = small_config(
         run={"name": folder.name, "steps": 150},
-        environments=[played("letters"), played("boxes"), played("letters/long")],
+        environments=[played("letters"), played("boxes"), played("words/long")],
         evaluations=[played("boxes-heldout", num_episodes=4)],
     )
     folder.mkdir()
@@ -119,8 +119,8 @@ def written_run(folder: Path) -> Path:
             "reward_mean": 0.25,
             "letters/reward": 0.125,
             "boxes/reward": step / 16,
-            "letters/long/reward": 0.75,
-            "letters/long/right": 0.5,
+            "words/long/reward": 0.75,
+            "words/long/right": 0.5,
             "loss": -0.5,
         }
         for step in range(1, 17)
@@ -206,10 +206,10 @@ def test_a_browser_draws_one_colour_an_environment_and_no_curve_twice(
         "Reward by environment": [
             ("c0", "letters 0.125"),
             ("c1", "boxes 1"),
-            ("c2", "letters/long 0.75"),
+            ("c2", "words/long 0.75"),
         ],
         "Held-out reward by environment": [("c1 dashed", "boxes-heldout 0.5")],
-        "Right": [("c2", "letters/long 0.5")],
+        "Right": [("c2", "words/long 0.5")],
         "Loss": [("c0", " -0.5")],
         "Seconds of a step": [("c0", "whole step 2.7")],
     }
