@@ -75,7 +75,7 @@ class Family:
     tower: dict[str, Any] = field(default_factory=dict)
     # Fields of a tower that is not trained, beside the text model; {} without one.
     idle_tower: dict[str, Any] = field(default_factory=dict)
-    # What config.json says in place of the names of the class of transformers.
+    # Entries of config.json in place of the names of the class of transformers.
     names: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -457,8 +457,8 @@ def main() -> None:
     parser.add_argument("--values", default="{}", help="fields of config.json, as JSON")
     arguments = parser.parse_args()
     values = json.loads(arguments.values)
-    made = {"tiny": arguments.tiny, "layers": arguments.layers, "values": values}
-    make_family(arguments.folder, arguments.family, **made)
+    sizes = {"tiny": arguments.tiny, "layers": arguments.layers, "values": values}
+    make_family(arguments.folder, arguments.family, **sizes)
 
 
 if __name__ == "__main__":

@@ -386,10 +386,10 @@ class Rig:
 
 def numbers(message: Message) -> dict[str, float]:
     """Returns the numbers of a message by name, with those of the messages in it."""
-    found: dict[str, float] = {}
+    values: dict[str, float] = {}
     for descriptor, value in message.ListFields():
         if isinstance(value, int | float):
-            found[descriptor.name] = float(value)
+            values[descriptor.name] = float(value)
         elif isinstance(value, Message):
-            found |= numbers(value)
-    return found
+            values |= numbers(value)
+    return values

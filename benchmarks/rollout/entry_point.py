@@ -26,8 +26,8 @@ from benchmarks.rollout.engines import START_LIMIT_S, Sizes, Turn
 WARM_UP_REQUESTS = 64
 # The benchmark's own modes: the offline engine, and the engine below vLLM's server.
 MODES = {"offline": [], "asynchronous": ["--async-engine"]}
-# What `vllm bench throughput` runs; the word before asks for an installed package of vLLM's name,
-# and that of CPUs has another one.
+# The program of `vllm bench throughput`. The command itself asks for an installed package of vLLM's
+# name, and the one for CPUs has another.
 COMMAND = """
 from vllm.entrypoints.cli.benchmark.throughput import BenchmarkThroughputSubcommand as Own
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -78,15 +78,15 @@ async def run(folder: Path, sizes: Sizes, mode: str, turn: Turn) -> dict[str, An
     assert turn.least_tokens == turn.most_tokens
     assert turn.requests == turn.slots
     on_cpu = child_processes.is_cpu_build()
-    own = child_processes.engine_environment(config, on_cpu=on_cpu)
-    with tempfile.TemporaryDirectory() as made, log_path.open("ab") as log:
-        result = Path(made) / "result.json"
+    engine_variables = child_processes.engine_environment(config, on_cpu=on_cpu)
+    with tempfile.TemporaryDirectory() as results, log_path.open("ab") as log:
+        result = Path(results) / "result.json"
         child = await asyncio.create_subprocess_exec(
             *command(config, sizes, mode, turn, result),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, **own},
+            env={**os.environ, **engine_variables},
             start_new_session=True,
         )
         try:
@@ -98,11 +98,11 @@ async def run(folder: Path, sizes: Sizes, mode: str, turn: Turn) -> dict[str, An
                 os.killpg(child.pid, signal.SIGKILL)
             await child.wait()
         if child.returncode != 0 or not result.exists():
-            said = log_path.read_text(errors="replace")[-2000:]
-            raise RuntimeError(f"vllm bench throughput ended with {child.returncode}: {said}")
-        found = json.loads(result.read_text())
+            last_words = log_path.read_text(errors="replace")[-2000:]
+            raise RuntimeError(f"vllm bench throughput ended with {child.returncode}: {last_words}")
+        report = json.loads(result.read_text())
     tokens = turn.requests * turn.most_tokens
-    wanted = tokens + turn.requests * sizes.prompt_tokens
-    if found["total_num_tokens"] != wanted:
-        raise RuntimeError(f"{found['total_num_tokens']} tokens in all, not {wanted}")
-    return {"tokens": tokens, "seconds": found["elapsed_time"]}
+    expected_tokens = tokens + turn.requests * sizes.prompt_tokens
+    if report["total_num_tokens"] != expected_tokens:
+        raise RuntimeError(f"{report['total_num_tokens']} tokens in all, not {expected_tokens}")
+    return {"tokens": tokens, "seconds": report["elapsed_time"]}

@@ -6,19 +6,21 @@ from urllib.parse import urlsplit
 from slipstream.core.machine.address import is_loopback
 from slipstream.core.settings.tables import Tables
 
-# Settings of an engine of the server's own, which would have no effect.
-_OF_OWN_ENGINES = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "devices",
-    "gpu_memory_utilization",
-    "threads",
-    "enforce_eager",
-    "recompute_context",
-    "tool_parser",
-    "reasoning_parser",
-    "quantization",
-    "engine",
+# Settings that a rollout server reads whichever engine it has. All others are of an engine of its
+# own, and would have no effect.
+OF_ANY_ENGINE = frozenset(
+    [
+        "count",
+        "max_episodes",
+        "chat_template",
+        "chat_template_kwargs",
+        "engine_url",
+        "engine_token_file",
+        "drain_timeout_s",
+        "start_timeout_s",
+        "environment_memory_gib",
+        "environment_processes",
+    ]
 )
 
 
@@ -33,10 +35,10 @@ def problems(config: Tables) -> Iterator[str]:
             f"rollout_server.engine_url must begin with https:// beyond loopback, got {url}: "
             "whoever reads or changes what travels there changes the training"
         )
-    for name in _OF_OWN_ENGINES:
+    for name, field in type(server).model_fields.items():
         value = getattr(server, name)
-        is_own = name in server.model_fields_set
-        if is_own and value != type(server).model_fields[name].default:
+        is_stated = name in server.model_fields_set
+        if is_stated and name not in OF_ANY_ENGINE and value != field.default:
             yield (
                 f"rollout_server.{name} must be left out with rollout_server.engine_url, got "
                 f"{value!r}: the server at the address has its own settings"

@@ -8,7 +8,7 @@ write waits for the disk; a kill -9 loses nothing that the kernel has.
 import shutil
 import struct
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from slipstream.core.errors import ProtocolError
@@ -40,7 +40,8 @@ class CallStore:
         with path.open("ab") as file:
             if file.tell() + len(data) > MAX_EPISODE_BYTES:
                 raise EpisodeFull
-            file.write(_FRAME.pack(len(data), zlib.crc32(data)) + data)
+            header = _FRAME.pack(len(data), zlib.crc32(data))
+            file.write(header + data)
 
     def calls(self, episode: pb.EpisodeName) -> list[pb.KeepCallRequest]:
         """Returns the calls of all attempts at an episode, each once, in the order of `keep`."""
@@ -55,10 +56,17 @@ class CallStore:
         """Removes an episode's calls, if there are any."""
         self._path(episode).unlink(missing_ok=True)
 
-    def forget_others(self, episodes: Collection[tuple[str, int]]) -> None:
-        """Removes the calls of all episodes but these, which are named by group and member."""
+    def paths(self) -> list[Path]:
+        """Returns the files that there are."""
+        return list(self._folder.glob(f"*{_END}"))
+
+    def forget_others(self, paths: Iterable[Path], episodes: Collection[tuple[str, int]]) -> None:
+        """Removes those of `paths` that are of none of the episodes, named by group and member.
+
+        The paths must be older than `episodes`: a file that came later is of an open episode.
+        """
         open_names = {_name(group_id, member) for group_id, member in episodes}
-        for path in self._folder.glob(f"*{_END}"):
+        for path in paths:
             if path.name not in open_names:
                 path.unlink(missing_ok=True)
 
@@ -86,7 +94,8 @@ def _read(path: Path) -> Iterator[pb.KeepCallRequest]:
             if length > max_message_bytes(pb.KeepCallRequest):
                 return
             data = file.read(length)
-            if len(data) < length or zlib.crc32(data) != crc32:
+            is_whole = len(data) == length
+            if not is_whole or zlib.crc32(data) != crc32:
                 return
             try:
                 yield decode(pb.KeepCallRequest, data)

@@ -39,6 +39,8 @@ class CallRecordServicer(calls_pb2_grpc.CallRecordServiceServicer):
         self._run = run
         self._book = book
         self._store = store
+        # What the last call met, which is told once; "" if it was kept.
+        self._problem = ""
 
     async def Begin(  # noqa: N802
         self, request: pb.BeginEpisodeRequest, context: Context
@@ -48,7 +50,14 @@ class CallRecordServicer(calls_pb2_grpc.CallRecordServiceServicer):
         if request.anew:
             await asyncio.to_thread(self._store.forget, episode)
             return
-        calls = await asyncio.to_thread(self._store.calls, episode)
+        try:
+            calls = await asyncio.to_thread(self._store.calls, episode)
+        except OSError as error:
+            self._run.events.warn(
+                f"the kept calls of episode {episode.member} of group {group.group_id} cannot be "
+                f"read: {error}; they are sampled again"
+            )
+            return
         cause = self._misfit(group, calls)
         if cause:
             await asyncio.to_thread(self._store.forget, episode)
@@ -63,15 +72,21 @@ class CallRecordServicer(calls_pb2_grpc.CallRecordServiceServicer):
     async def Keep(  # noqa: N802
         self, request: pb.KeepCallRequest, context: Context
     ) -> pb.KeepCallResponse:
-        await self._group(request.episode, context)
+        episode = request.episode
+        await self._group(episode, context)
+        problem = ""
         try:
             await asyncio.to_thread(self._store.keep, request)
         except EpisodeFull:
-            episode = request.episode
-            self._run.events.warn(
+            problem = (
                 f"episode {episode.member} of group {episode.group_id} has no room for more kept "
                 "calls: if it is lost, the later ones are sampled again"
             )
+        except OSError as error:
+            problem = f"calls of agents cannot be kept, and are sampled again if lost: {error}"
+        if problem and problem != self._problem:
+            self._run.events.warn(problem)
+        self._problem = problem
         return pb.KeepCallResponse()
 
     async def _group(self, episode: pb.EpisodeName, context: Context) -> Group:
@@ -124,7 +139,7 @@ class CallKeeping(Part):
         calls_pb2_grpc.add_CallRecordServiceServicer_to_server(servicer, server)
 
     def restore(self, history: RunHistory) -> None:  # noqa: ARG002 - the book has it already
-        self._store.forget_others(self._open_episodes())
+        self._store.forget_others(self._store.paths(), self._open_episodes())
 
     def tasks(self) -> Tasks:
         return {"kept calls": self._clean()}
@@ -145,7 +160,8 @@ class CallKeeping(Part):
             await asyncio.sleep(LOOK_S)
             # The groups of a run that was stopped are open for the start that resumes it.
             if not self._run.progress.is_over:
-                await asyncio.to_thread(self._store.forget_others, self._open_episodes())
+                paths = await asyncio.to_thread(self._store.paths)
+                await asyncio.to_thread(self._store.forget_others, paths, self._open_episodes())
 
 
 def part(kernel: Kernel) -> CallKeeping:

@@ -43,6 +43,8 @@ class RemoteCallRecords:
         self._metadata = metadata
         # Calls that the controller has not confirmed, in the order in which they were answered.
         self._unsent: dict[tuple[EpisodeName, int], pb.KeepCallRequest] = {}
+        # The cause of a wait that was said last.
+        self._told = ""
 
     async def begin(self, episode: EpisodeName, *, anew: bool) -> Sequence[CallRecord]:
         """Implements `CallRecords`; calls that cannot be read are left out, with a line.
@@ -58,6 +60,7 @@ class RemoteCallRecords:
             except grpc.aio.AioRpcError as error:
                 if error.code() not in AWAY:
                     raise ServiceFailed(f"agents.recover: {error.details()}") from error
+                self._tell(error)
             await asyncio.sleep(RETRY_S)
         records = []
         for message in messages:
@@ -84,6 +87,7 @@ class RemoteCallRecords:
             except grpc.aio.AioRpcError as error:
                 if error.code() not in AWAY:
                     raise ServiceFailed(f"agents.recover: {error.details()}") from error
+                self._tell(error)
                 await asyncio.sleep(RETRY_S)
 
     async def send_all(self) -> None:
@@ -97,6 +101,13 @@ class RemoteCallRecords:
                 if error.code() in AWAY:
                     raise
                 log.warning("a call of %s is not kept: %s", key[0], error.details())
+
+    def _tell(self, error: grpc.aio.AioRpcError) -> None:
+        """Says in the log, once for each cause, why calls wait."""
+        cause = f"{error.code().name}: {error.details()}"
+        if cause != self._told:
+            log.warning("calls of agents wait for the controller: %s", cause)
+        self._told = cause
 
     async def _send(self, key: tuple[EpisodeName, int]) -> None:
         try:

@@ -75,6 +75,11 @@ class RedisReceiver:
         self._newest = (0, 0)
         # Trajectories of the entries that were read last.
         self._read_last: list[TrajectoryId] = []
+        # Those of entries that `waiting` has seen and that may not be read yet, by the entry's id.
+        self._unread: dict[tuple[int, int], TrajectoryId] = {}
+        self._scanned = (0, 0)
+        # Held while `waiting` scans, so that no entry is scanned twice.
+        self._scanning = asyncio.Lock()
         # Entries of each unacknowledged trajectory, with their sizes: several if a sender did not
         # get the answer to its XADD.
         self._entries: dict[TrajectoryId, dict[bytes, int]] = {}
@@ -95,7 +100,9 @@ class RedisReceiver:
             await connection.client.aclose()
             raise
         group = await self._stack.enter_async_context(asyncio.TaskGroup())
-        self._tasks = [group.create_task(self._read()), group.create_task(self._forget())]
+        reading = group.create_task(self._read())
+        forgetting = group.create_task(self._forget())
+        self._tasks = [reading, forgetting]
         return self
 
     async def __aexit__(self, *raised: Any) -> None:  # noqa: ANN401 - passed on
@@ -108,14 +115,20 @@ class RedisReceiver:
 
     async def waiting(self) -> Sequence[TrajectoryId]:
         """Returns unacknowledged trajectories, and those of entries that are not read yet."""
-        after = b"(%d-%d" % self._newest
-        unread: list[TrajectoryId] = []
-        while True:
-            entries, *_ = await self._connection.persistently(partial(self._scan, after))
-            unread += _trajectories(entries)
-            if len(entries) < ENTRIES_PER_READ:
-                return [*self._entries, *self._read_last, *unread]
-            after = b"(" + entries[-1].entry_id
+        async with self._scanning:
+            self._scanned = max(self._scanned, self._newest)
+            num_entries = ENTRIES_PER_READ
+            while num_entries == ENTRIES_PER_READ:
+                after = b"(%d-%d" % self._scanned
+                entries, *_ = await self._connection.persistently(partial(self._scan, after))
+                for entry in entries:
+                    self._scanned = _number(entry.entry_id)
+                    for trajectory_id in _trajectories([entry]):
+                        self._unread[self._scanned] = trajectory_id
+                num_entries = len(entries)
+            for number in [number for number in self._unread if number <= self._newest]:
+                del self._unread[number]
+            return [*self._entries, *self._read_last, *self._unread.values()]
 
     async def get(self) -> Delivery:
         delivery = await self._deliveries.get()
@@ -353,7 +366,8 @@ def _counts(inspected: Sequence[Any], connection: RedisConnection) -> tuple[int,
     `inspected` has names and values in turn. Raises ConfigError if Redis is older than 7.0, which
     does not count the entries that were added.
     """
-    facts = dict(zip(inspected[::2], inspected[1::2], strict=False))
+    names, values = inspected[::2], inspected[1::2]
+    facts = dict(zip(names, values, strict=False))
     if b"entries-added" not in facts:
         raise ConfigError(
             f"redis at {connection.name} is older than 7.0 and does not count the entries that "

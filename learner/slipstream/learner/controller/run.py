@@ -25,7 +25,8 @@ class ControlledRun:
 
     def __init__(self, config: Config, run_id: str) -> None:
         """Begins a new run of `config`; `run_id` is replaced if a journal is resumed."""
-        self.config, self.events = config, EventLog()
+        self.config = config
+        self.events = EventLog()
         # Notified at each change for which a task may wait.
         self.signal = Signal()
         # Measures the silence and delays of servers and trainer.
@@ -102,7 +103,8 @@ class RunProgress:
 
     def trainer_registered(self, places: Iterable[Place]) -> None:
         """Notes a new trainer and its ranks' places; unless it is over, the run is RUNNING."""
-        self.has_trainer, self.learner_places = True, tuple(places)
+        self.has_trainer = True
+        self.learner_places = tuple(places)
         self._unplaced_failure = None
         if not self.is_over:
             self.state = status_pb2.RUN_STATE_RUNNING

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from slipstream.core.configuration.config_file import ConfigError
+from slipstream.core.settings.sections import RolloutServerSection
 from slipstream.core.types import PolicyVersion, VersionSpan
 from slipstream.extensions.address_engine.address import check_server
 from slipstream.extensions.address_engine.server import connection as connections
@@ -17,6 +18,7 @@ from slipstream.extensions.address_engine.server.connection import Connection
 from slipstream.extensions.address_engine.server.pauses import AddressPauses
 from slipstream.extensions.address_engine.server.requests import AddressRequests
 from slipstream.extensions.address_engine.server.stamps import Stamps
+from slipstream.extensions.address_engine.settings import OF_ANY_ENGINE, problems
 from slipstream.rollout_server.engine_interface import (
     EngineDied,
     FinishReason,
@@ -349,3 +351,19 @@ def test_a_key_without_an_address_and_an_address_with_a_path_are_refused() -> No
     assert "needs engine_url" in refusal_of({"rollout_server.engine_token_file": "k"})
     for url in ("127.0.0.1:8000", "http://u:p@h:1", "http://h:1/v1", "ftp://h:1"):
         assert "engine_url" in refusal_of({"rollout_server.engine_url": url})
+
+
+def test_every_setting_of_a_server_is_of_any_engine_or_refused() -> None:
+    fields = RolloutServerSection.model_fields
+    assert fields.keys() > OF_ANY_ENGINE
+    changed: dict[str, object] = {
+        name: object() for name in fields.keys() - OF_ANY_ENGINE
+    }
+    changed["engine"] = {"max_num_seqs": 4}
+    with address_server() as server:
+        config = config_at(server)
+    stated = config.rollout_server.model_copy(update=changed)
+    lines = list(problems(config.model_copy(update={"rollout_server": stated})))
+    assert len(lines) == len(changed)
+    for name, line in zip(sorted(changed), sorted(lines), strict=True):
+        assert line.startswith(f"rollout_server.{name} must be left out ")

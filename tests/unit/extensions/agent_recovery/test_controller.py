@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from slipstream.core.types import PolicyVersion, Purpose, ServerId, VersionSpan
 from slipstream.extensions.agent_recovery import controller
+from slipstream.extensions.agent_recovery.call_store import CallStore
 from slipstream.extensions.agent_recovery.controller import CallKeeping
 from slipstream.extensions.agent_recovery.server import RemoteCallRecords
 from slipstream.learner.controller.leasing.groups import Group
@@ -383,3 +384,26 @@ async def test_a_call_waits_for_a_controller_that_is_away(tmp_path: Path) -> Non
         await records.send_all()
         assert len(taken) == before
     await server.stop(None)
+
+
+async def test_a_full_disk_is_told_once_and_costs_the_kept_calls_alone(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(CallStore, "keep", full)
+        for number in (1, 2):
+            await scene.records.keep(scene.name(), number, answered(b"a"))
+    with monkeypatch.context() as disk:
+        disk.setattr(CallStore, "calls", full)
+        assert await scene.kept(scene.name(attempt=1)) == []
+    texts = [event.text for event in scene.run.events.kept()]
+    assert [text for text in texts if "cannot be kept" in text] == [
+        "calls of agents cannot be kept, and are sampled again if lost: [Errno 28] No space left "
+        "on device"
+    ]
+    assert sum("cannot be read" in text for text in texts) == 1
+    await scene.records.keep(scene.name(attempt=1), 1, answered(b"b"))
+    assert await scene.kept(scene.name(attempt=2)) == [b"b"]
