@@ -40,6 +40,7 @@ from slipstream.core.configuration.config_file import dump_config
 from slipstream.core.machine.address import free_port
 from slipstream.core.settings.config import Config
 from slipstream.learner.trainer.batches.batch import Batch
+from slipstream.protocol.access.run_token import make_run_token, run_credentials
 from slipstream.v1 import trainer_pb2
 from support.fakes.fake_server import FakeServer
 from support.fakes.fake_trainer import FakeTrainer
@@ -108,13 +109,14 @@ async def program(*arguments: str, **environ: str) -> AsyncIterator[asyncio.subp
 
 
 async def steps_over_http(
-    config: Config, data: list[Datum], asked: argparse.Namespace
+    config: Config, data: list[Datum], arguments: argparse.Namespace
 ) -> tuple[list[float], list[list[float]], dict[str, float]]:
     """Returns the seconds of each step of a client, whose run this starts, and of their parts.
 
     The third are the seconds of processor time of a step, by program.
     """
     config.run_dir.mkdir(parents=True)
+    make_run_token(config)
     (noted := config.run_dir.parent / "moments").mkdir()
     path = config.run_dir.parent / "client-loop.toml"
     path.write_text(dump_config(config))
@@ -127,7 +129,7 @@ async def steps_over_http(
         return program("benchmarks.controller.timeline", file, name, *settings, *more, **environ)
 
     trainer = role("trainer", **environ)
-    if asked.idle:
+    if arguments.idle:
         file = str(noted / "trainer")
         trainer = program("benchmarks.controller.idle_trainer", file, *settings)
     front = role("front", "--port", str(port))
@@ -143,12 +145,12 @@ async def steps_over_http(
         measure.progress("the run has begun")
         took_s = []
         parts = []
-        for turn in range(asked.repeats + asked.uncounted):
-            if turn == asked.uncounted:
+        for turn in range(arguments.repeats + arguments.uncounted):
+            if turn == arguments.uncounted:
                 before = spent()
-            given = client.passed(data, "ppo")
+            request = client.passed(data, "ppo")
             begun_s = time.monotonic()
-            passed = await client.send(given)
+            passed = await client.send(request)
             stepped = await client.order("optim_step", adam_params=ADAM | {"learning_rate": RATE})
             await client.result(passed)
             assert "error" not in (report := await client.result(stepped)), report
@@ -161,13 +163,15 @@ async def steps_over_http(
             )
             measure.note("client-loop", {"took_s": took_s[-1], "parts_s": parts[-1]})
         cpu_seconds = {
-            name: (at_s - before[name]) / asked.repeats for name, at_s in spent().items()
+            name: (at_s - before[name]) / arguments.repeats for name, at_s in spent().items()
         }
         await client.http.aclose()
-    return took_s[asked.uncounted :], parts[asked.uncounted :], cpu_seconds
+    return took_s[arguments.uncounted :], parts[arguments.uncounted :], cpu_seconds
 
 
-def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[str, list[float]]:
+def steps_here(
+    config: Config, batch: Batch, arguments: argparse.Namespace
+) -> dict[str, list[float]]:
     """Returns the seconds of steps in this process, those of both loops in turns."""
     from slipstream.extensions.tinker.requested_passes import forward_backward
     from slipstream.extensions.tinker.wire_pb2 import ForwardBackwardRequest
@@ -178,39 +182,43 @@ def steps_here(config: Config, batch: Batch, asked: argparse.Namespace) -> dict[
 
     policy = open_policy(config, Launch(0, 1, 0), load_weights=False)
     training = TrainingStep(policy, config)
-    passes = Passes(policy, lambda *_: None)
+    passes = Passes(policy, lambda *_: None, lambda: None)
     client = LoopClient(0)
     numbers = trainer_pb2.AdamNumbers(**ADAM | {"learning_rate": RATE})
 
     def by_passes() -> None:
         request = ForwardBackwardRequest.FromString(client.passed(data_of(batch), "ppo"))
-        given = forward_backward(request).compute
+        requested_pass = forward_backward(request).compute
         started[0] = time.perf_counter()
-        passes.compute(given)
-        passes.run(Batch(0, "b", (), trainer_pb2.GivenStep(adam=numbers), (given,)))
+        passes.compute(requested_pass)
+        passes.run(Batch(0, "b", (), trainer_pb2.GivenStep(adam=numbers), (requested_pass,)))
 
     loops: dict[str, Callable[[], object]] = {OWN: lambda: training.run(batch), PASSES: by_passes}
     seconds: dict[str, list[float]] = {name: [] for name in loops}
-    for turn in range(asked.repeats + asked.uncounted):
+    for turn in range(arguments.repeats + arguments.uncounted):
         for name, step in loops.items():
             synchronize(policy.ranks.device)
             started = [time.perf_counter()]
             step()
             synchronize(policy.ranks.device)
-            if turn >= asked.uncounted:
+            if turn >= arguments.uncounted:
                 seconds[name].append(time.perf_counter() - started[0])
     policy.ranks.close()
     return seconds
 
 
-async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, Sampled]:
+async def samples(folder: Path, arguments: argparse.Namespace) -> dict[int, Sampled]:
     """Returns what a sample takes, by the number of them at once."""
     config = loop_config(folder)
     config.run_dir.mkdir(parents=True)
+    make_run_token(config)
     path = folder / "samples.toml"
     path.write_text(dump_config(config))
     address = config.controller.address
     peers = FakeTrainer(address), FakeServer(address, max_episodes=max(AT_ONCE), delay_s=0.0)
+    credentials = run_credentials(config)
+    for peer in peers:
+        peer.credentials = credentials
     port = free_port("127.0.0.1")
     costs = {}
     front = ("slipstream.extensions.tinker.front", "--config", str(path), "--port", str(port))
@@ -234,11 +242,11 @@ async def samples(folder: Path, asked: argparse.Namespace) -> dict[int, Sampled]
             return took_s
 
         for number in AT_ONCE:
-            await turns(number, asked.uncounted)
+            await turns(number, arguments.uncounted)
             before = [processor_s(process.pid) for process in (first, second)]
-            took_s = await turns(number, asked.samples)
+            took_s = await turns(number, arguments.samples)
             spent = [processor_s(process.pid) for process in (first, second)]
-            num_replies = number * asked.samples
+            num_replies = number * arguments.samples
             cpu_seconds = [
                 (end_s - start_s) / num_replies
                 for start_s, end_s in zip(before, spent, strict=True)
@@ -277,22 +285,22 @@ def table_of_samples(replies: dict[int, Sampled]) -> list[str]:
     )
 
 
-def run_config(load: Load, folder: Path, asked: argparse.Namespace) -> Config:
+def run_config(load: Load, folder: Path, arguments: argparse.Namespace) -> Config:
     """Returns the settings of the run on a whole model."""
     make_apart(
         folder / "model",
-        asked.shape,
+        arguments.shape,
         dtype="bfloat16" if torch.cuda.is_available() else "float32",
         layers=load.layers,
     )
-    config = shape_config(asked.shape, load, folder / "model", threads=asked.threads)
+    config = shape_config(arguments.shape, load, folder / "model", threads=arguments.threads)
     address = f"127.0.0.1:{free_port('127.0.0.1')}"
-    own = {"client_loop": True, "address": address}
+    controller = {"client_loop": True, "address": address}
     run = {"dir": folder / "runs", "name": "own", "id": RUN_ID}
     return config.model_copy(
         update={
             "run": config.run.model_copy(update=run),
-            "controller": config.controller.model_copy(update=own),
+            "controller": config.controller.model_copy(update=controller),
             "learner": config.learner.model_copy(update={"shared_prefix_tokens": 0}),
         }
     )
@@ -310,43 +318,50 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=100)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port("127.0.0.1"))}
     # Every token is trained, as in a pass.
     load = dataclasses.replace(
-        LOADS[asked.load_of or asked.shape], layers=LOADS[asked.shape].layers, prompt_tokens=1
+        LOADS[arguments.load_of or arguments.shape],
+        layers=LOADS[arguments.shape].layers,
+        prompt_tokens=1,
     )
-    batch = lognormal_batch(load, SHAPES[asked.shape].vocab, 0)
+    batch = lognormal_batch(load, SHAPES[arguments.shape].vocab, 0)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        config = run_config(load, folder, asked)
-        over_http, parts, spent = asyncio.run(steps_over_http(config, data_of(batch), asked))
-        found = {HTTP: over_http}
-        told = ", ".join(f"{name} {1000 * one:.1f}" for name, one in spent.items())
-        parts_table = [*table_of(parts), "", f"Processor ms of a step: {told}", ""]
+        config = run_config(load, folder, arguments)
+        over_http, parts, spent = asyncio.run(steps_over_http(config, data_of(batch), arguments))
+        seconds_by_loop = {HTTP: over_http}
+        processor_ms = ", ".join(f"{name} {1000 * value:.1f}" for name, value in spent.items())
+        parts_table = [*table_of(parts), "", f"Processor ms of a step: {processor_ms}", ""]
         print("\n".join(parts_table), flush=True)
         measure.progress("samples")
-        replies = asyncio.run(samples(folder / "samples", asked))
+        replies = asyncio.run(samples(folder / "samples", arguments))
         print("\n".join(samples_table := table_of_samples(replies)), flush=True)
-        record = {"settings": measure.settings_of(asked), "parts": parts, "processor_s": spent}
-        record["samples"] = {number: asdict(one) for number, one in replies.items()}
-        if asked.idle:
+        record = {"settings": measure.settings_of(arguments), "parts": parts, "processor_s": spent}
+        record["samples"] = {number: asdict(reply) for number, reply in replies.items()}
+        if arguments.idle:
             record["table"] = [*parts_table, *samples_table]
-            measure.write_result("client-loop-idle", record, asked.out)
+            measure.write_result("client-loop-idle", record, arguments.out)
             return
         measure.progress("steps in this process")
-        found |= steps_here(config, batch, asked)
-    spreads = {name: measure.Spread.of(times) for name, times in found.items()}
-    own = spreads[OWN].median
+        seconds_by_loop |= steps_here(config, batch, arguments)
+    spreads = {name: measure.Spread.of(times) for name, times in seconds_by_loop.items()}
+    own_median = spreads[OWN].median
     rows = [
-        [name, one.text(2, 1000), f"{1000 * (one.median - own):.2f}", f"{one.median / own:.3f}"]
-        for name, one in spreads.items()
+        [
+            name,
+            spread.text(2, 1000),
+            f"{1000 * (spread.median - own_median):.2f}",
+            f"{spread.median / own_median:.3f}",
+        ]
+        for name, spread in spreads.items()
     ]
-    tokens = sum(len(each.token_ids) for each in batch.trajectories)
+    tokens = sum(len(trajectory.token_ids) for trajectory in batch.trajectories)
     table = measure.table([f"step of {tokens:,} tokens", "ms (min-max)", "more", "of own"], rows)
     print("\n".join(table))
-    record |= {"table": [*table, *parts_table, *samples_table], "steps": found}
-    measure.write_result(f"client-loop-{asked.shape}", record, asked.out)
+    record |= {"table": [*table, *parts_table, *samples_table], "steps": seconds_by_loop}
+    measure.write_result(f"client-loop-{arguments.shape}", record, arguments.out)
 
 
 if __name__ == "__main__":

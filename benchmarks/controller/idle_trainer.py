@@ -30,11 +30,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--config", type=Path, required=True)
-    asked = parser.parse_args()
-    moments = Moments(asked.file)
-    client = ControllerClient(load_config(asked.config))
+    arguments = parser.parse_args()
+    moments = Moments(arguments.file)
+    client = ControllerClient(load_config(arguments.config))
     version = PolicyVersion(0, 0)
-    held = list[str]()
+    pass_ids = list[str]()
 
     def digest() -> bytes:
         return hashlib.blake2b(str(version.step).encode(), digest_size=16).digest()
@@ -52,20 +52,20 @@ def main() -> None:
         )
     )
     while True:
-        names = [passes_digest("", held)] if held else []
-        found = client.next(version, communicator_id="", bucket_digests=(), held_passes=names)
-        order = read_order(found, lambda _: frozenset())
+        names = [passes_digest("", pass_ids)] if pass_ids else []
+        message = client.next(version, communicator_id="", bucket_digests=(), held_passes=names)
+        order = read_order(message, lambda _: frozenset())
         if isinstance(order, trainer_pb2.Pass):
             moments.note("pass.begin")
             time.sleep(PASS_S)
-            logprobs = [bytes(len(one.targets)) for one in order.sequences]
-            held.append(order.id)
+            logprobs = [bytes(len(sequence.targets)) for sequence in order.sequences]
+            pass_ids.append(order.id)
             moments.note("pass.end")
             report = trainer_pb2.PassReport(id=order.id, logprobs=logprobs)
             client.report_pass(report)
         elif isinstance(order, Batch):
             moments.note("update.begin")
-            held.clear()
+            pass_ids.clear()
             version = PolicyVersion(0, order.step + 1)
             moments.note("update.end")
             moments.note("export.end")

@@ -36,8 +36,8 @@ CALLS = {
     ),
     "controller": (
         (f"{_TINKER}.service", "OperationServicer._add", "submit"),
-        (f"{_TINKER}.store", "OperationStore.write", "store"),
-        (f"{_TINKER}.store", "OperationStore.end", "result"),
+        (f"{_TINKER}.operation_store", "OperationStore.write", "store"),
+        (f"{_TINKER}.operation_store", "OperationStore.end", "result"),
         (f"{_TINKER}.controller", "Operations.order", "order"),
         (f"{_TINKER}.controller", "Operations.computed", "computed"),
         (f"{_TINKER}.controller", "Operations.next_step", "turn"),
@@ -93,17 +93,17 @@ class Moments:
         @functools.wraps(function)
         def call(*args: Any, **named: Any) -> Any:  # noqa: ANN401
             self.note(f"{name}.begin")
-            found = function(*args, **named)
-            if found is not None or name not in ("order", "turn"):
+            result = function(*args, **named)
+            if result is not None or name not in ("order", "turn"):
                 self.note(f"{name}.end")
-            return found
+            return result
 
         @functools.wraps(function)
         async def wait(*args: Any, **named: Any) -> Any:  # noqa: ANN401
             self.note(f"{name}.begin")
-            found = await function(*args, **named)
+            result = await function(*args, **named)
             self.note(f"{name}.end")
-            return found
+            return result
 
         return wait if inspect.iscoroutinefunction(function) else call
 
